@@ -1,0 +1,24 @@
+"""The GRPO loss fused with the language-model head."""
+
+from fused_grpo.advantages import group_relative_advantages, zero_variance_fraction
+from fused_grpo.loss import (
+    GRPOLoss,
+    GRPOLossOutput,
+    LinearLogprobs,
+    grpo_loss,
+    linear_logprobs,
+    policy_loss,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GRPOLoss",
+    "GRPOLossOutput",
+    "LinearLogprobs",
+    "group_relative_advantages",
+    "grpo_loss",
+    "linear_logprobs",
+    "policy_loss",
+    "zero_variance_fraction",
+]

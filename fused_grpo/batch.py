@@ -1,0 +1,153 @@
+"""Caller's tensors -> flat tokens: only the ones that count, in one layout for padded and packed input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from fused_grpo.checks import check_tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The n counted tokens, flat, sequence after sequence."""
+
+    index: Tensor  # [n] int64, positions in the flattened ids
+    target: Tensor  # [n] int64
+    sequence: Tensor  # [n] int64, which of the S sequences
+    advantages: Tensor  # [n]
+    old: Tensor | None  # [n] log-probs of the sampling policy; None: this policy, detached
+    ref: Tensor | None  # [n] log-probs of the reference policy
+    weight_is: Tensor | None  # [n] importance weights on the policy term
+    lengths: Tensor  # [S] int64, counted tokens of each sequence
+    shape: torch.Size  # of the caller's ids
+
+    def __getitem__(self, span: slice) -> TokenBatch:
+        """The tokens of a span; `lengths` stays that of the whole sequences."""
+        per_token = {
+            f.name: value[span]
+            for f in fields(self)
+            if f.name not in ("lengths", "shape") and (value := getattr(self, f.name)) is not None
+        }
+        return replace(self, **per_token)
+
+    def to_layout(self, values: Tensor) -> Tensor:
+        """[n] -> the shape of the caller's ids, 0 where a token does not count; differentiable."""
+        flat = values.new_zeros(self.shape.numel())
+        return flat.index_copy(0, self.index, values).view(self.shape)
+
+
+def make_batch(
+    tokens: Tensor,
+    advantages: Tensor,
+    *,
+    completion_mask: Tensor | None,
+    old_per_token_logps: Tensor | None,
+    ref_per_token_logps: Tensor | None,
+    importance_sampling_ratio: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype,
+) -> TokenBatch:
+    """Checks shapes, dtypes and devices, then selects the counted tokens.
+
+    `tokens` are the completion's ids, or anything else in their layout: [B, T], or [N] or [1, N]
+    with `cu_seqlens` [S + 1]. `dtype` is that of all per-token floats (fp32, or fp64 for fp64
+    hidden states).
+    """
+    ids_shape, device = tokens.shape, tokens.device
+    num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device)
+    layout = _Layout(ids_shape, num_sequences, sequence, cu_seqlens is not None, device)
+    counted = _mask(completion_mask, ids_shape, device)
+    index = counted.nonzero().squeeze(1)
+
+    def floats(name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor | None:
+        if value is None:
+            return None
+        return layout.per_token(name, value, per_sequence).to(dtype)[index]
+
+    flat_advantages = floats("advantages", advantages, per_sequence=True)
+    assert flat_advantages is not None
+    return TokenBatch(
+        index=index,
+        target=tokens.detach().reshape(-1)[index].long(),
+        sequence=sequence[index],
+        advantages=flat_advantages,
+        old=floats("old_per_token_logps", old_per_token_logps),
+        ref=floats("ref_per_token_logps", ref_per_token_logps),
+        weight_is=floats("importance_sampling_ratio", importance_sampling_ratio, per_sequence=True),
+        lengths=torch.bincount(sequence[index], minlength=num_sequences),
+        shape=ids_shape,
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    shape: torch.Size
+    num_sequences: int
+    sequence: Tensor  # [N] sequence of every position, counted or not
+    packed: bool
+    device: torch.device
+
+    def per_token(self, name: str, value: Tensor, per_sequence: bool) -> Tensor:
+        """Flattens a per-token value, or spreads a per-sequence one, to [N]; detached."""
+        check_tensor(name, value, self.device, floating=True)
+        value = value.detach()
+        s = self.num_sequences
+        if per_sequence and value.shape in ((s,), (s, 1)):
+            return value.reshape(-1)[self.sequence]
+        if value.shape == self.shape or (
+            self.packed and value.squeeze(0).shape == self.sequence.shape
+        ):
+            return value.reshape(-1)
+        fits = f"{list(self.shape)}" + (f", [{s}] or [{s}, 1]" if per_sequence else "")
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; with completion_ids {list(self.shape)} and "
+            f"{s} sequences it must be {fits}"
+        )
+
+
+def _sequences(
+    shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device
+) -> tuple[int, Tensor]:
+    if cu_seqlens is None:
+        if len(shape) != 2:
+            raise ValueError(
+                f"completion_ids has shape {list(shape)}: give [B, T], or [N] with cu_seqlens"
+            )
+        return shape[0], torch.arange(shape[0], device=device).repeat_interleave(shape[1])
+    if len(shape) == 2 and shape[0] != 1:
+        raise ValueError(
+            f"with cu_seqlens, completion_ids must be [N] or [1, N], not {list(shape)}"
+        )
+    check_tensor("cu_seqlens", cu_seqlens, None, floating=False)
+    n = shape.numel()
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens must be [S + 1] with S >= 1, not {list(cu_seqlens.shape)}")
+    bounds = cu_seqlens.to(device="cpu", dtype=torch.int64)
+    lengths = bounds.diff()
+    if bounds[0] != 0 or bounds[-1] != n or (lengths < 0).any():
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the {n} positions of completion_ids, "
+            f"not {bounds.tolist() if bounds.numel() < 20 else [*bounds[:3].tolist(), '...', int(bounds[-1])]}"
+        )
+    return lengths.numel(), torch.repeat_interleave(lengths).to(device)
+
+
+def _mask(mask: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
+    """[N] bool. A mask says what counts; it is never guessed from token ids."""
+    if mask is None:
+        return torch.ones(shape.numel(), dtype=torch.bool, device=device)
+    check_tensor("completion_mask", mask, device, floating=None)
+    if mask.shape != shape and not (mask.numel() == shape.numel() and mask.squeeze(0).dim() == 1):
+        raise ValueError(
+            f"completion_mask has shape {list(mask.shape)}, completion_ids has {list(shape)}; "
+            "they must be the same"
+        )
+    flat = mask.reshape(-1)
+    if flat.dtype != torch.bool and device.type == "cpu" and not ((flat == 0) | (flat == 1)).all():
+        raise ValueError(
+            "completion_mask must be boolean or hold only 0 and 1; weigh tokens elsewhere"
+        )
+    return flat != 0

@@ -1,0 +1,111 @@
+"""Checks of what callers give: every error is raised here or in `batch`, before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(
+    name: str, value: object, device: torch.device | None, floating: bool | None
+) -> None:
+    """TypeError unless `value` is a floating (or an integer) tensor, ValueError on another device."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+    if floating is True and not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, not {value.dtype}")
+    if floating is False and not is_integer:
+        raise TypeError(f"{name} must hold integers, not {value.dtype}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} is on {value.device}, the hidden states are on {device}")
+
+
+def check_number(name: str, value: object, holds: bool, must: str) -> None:
+    """TypeError unless `value` is a plain number, ValueError unless `holds`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not holds:
+        raise ValueError(f"{name}={value} must be {must}")
+
+
+def check_choice(name: str, value: object, known: Iterable[str]) -> None:
+    """ValueError unless `value` is one of `known`."""
+    names = list(known)
+    if value not in names:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(names)}")
+
+
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    chunk_bytes: int,
+) -> None:
+    """hidden [..., H], weight [V, H], bias [V] fit together; the head's numbers are in range."""
+    check_tensor("hidden", hidden, None, floating=True)
+    check_tensor("weight", weight, hidden.device, floating=True)
+    if type(weight).__name__ == "DTensor" or type(hidden).__name__ == "DTensor":
+        raise ValueError(
+            "hidden and weight must be plain tensors, not DTensors: pass weight.full_tensor(), or call "
+            "the loss inside the module's forward, where FSDP has gathered the weight"
+        )
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(
+            f"weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a shard of FSDP "
+            "or ZeRO-3: gather it first"
+        )
+    if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        hint = ""
+        if hidden.dim() and hidden.shape[-1] == weight.shape[0]:
+            hint = "; these look like logits: give the hidden states before the head"
+        raise ValueError(
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} differ in their last "
+            f"dimension{hint}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, hidden.device, floating=True)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}: "
+                f"it must be [{weight.shape[0]}]"
+            )
+    check_number("logit_scale", logit_scale, math.isfinite(logit_scale), "finite")
+    if softcap is not None:
+        check_number("softcap", softcap, 0 < softcap < math.inf, "> 0, or None")
+    check_number("chunk_bytes", chunk_bytes, chunk_bytes >= 1, ">= 1")
+
+
+def check_targets(
+    name: str, target: Tensor, temperature: Tensor | float, vocab: int, check: bool | None
+) -> tuple[Tensor, Tensor | float]:
+    """Counted targets [n] in [0, vocab) and temperatures [n] > 0, or ValueError.
+
+    Where raising would make a GPU wait (`check` None, not on a CPU), a bad token's temperature
+    becomes NaN, and
+    with it all its results: never a plausible number.
+    """
+    bad = (target < 0) | (target >= vocab)
+    if isinstance(temperature, Tensor):
+        bad_temperature = ~(temperature > 0)
+    else:
+        check_number("temperature", temperature, 0 < temperature < math.inf, "> 0")
+        bad_temperature = torch.zeros_like(bad)
+    if check is None:
+        check = target.device.type == "cpu"
+    if not check:
+        nan = torch.where(bad | bad_temperature, torch.nan, temperature)
+        return target.clamp(0, vocab - 1), nan
+    if bad.any():
+        raise ValueError(
+            f"{name} holds {int(target[bad][0])} where it counts; with weight [V, H] of V = {vocab} "
+            f"it must be in [0, {vocab})"
+        )
+    if bad_temperature.any():
+        raise ValueError("temperature holds a value that is not > 0 at a token that counts")
+    return target, temperature

@@ -1,0 +1,1 @@
+"""Adapters between fused_grpo and other libraries; each imports its library lazily."""

@@ -1,0 +1,259 @@
+"""Objectives as functions of per-token log-probabilities. Each formula stands here once.
+
+A surrogate maps (ratio, advantages, spec) to a per-token loss; g_t = dL/dlogp_t is autograd of the
+whole on vectors of length N, so nothing here knows about vocabularies, hidden states or gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fused_grpo.aggregation import SCHEMES
+from fused_grpo.batch import TokenBatch
+from fused_grpo.checks import check_choice, check_number
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The options of a loss, checked. See `grpo_loss` for their meaning."""
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon_low: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = False
+    entropy_coef: float = 0.0
+    log_ratio_clamp: float | None = 20.0
+    num_items_in_batch: float | Tensor | None = None
+    max_completion_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("loss_type", self.loss_type, LOSS_TYPES)
+        check_choice(
+            "importance_sampling_level", self.importance_sampling_level, ("token", "sequence")
+        )
+        check_number("epsilon_low", self.epsilon_low, 0 <= self.epsilon_low < 1, "in [0, 1)")
+        check_number(
+            "epsilon_high", self.upper, self.upper >= 0, ">= 0: 1 + epsilon_high is the bound"
+        )
+        if self.delta is not None:
+            check_number("delta", self.delta, self.delta > 1, "> 1: it bounds the ratio itself")
+        check_number("beta", self.beta, self.beta >= 0, ">= 0")
+        check_number("entropy_coef", self.entropy_coef, math.isfinite(self.entropy_coef), "finite")
+        if self.log_ratio_clamp is not None:
+            check_number(
+                "log_ratio_clamp", self.log_ratio_clamp, self.log_ratio_clamp > 0, "> 0 or None"
+            )
+        if self.use_bias_correction_kl and self.beta == 0:
+            raise ValueError(
+                "use_bias_correction_kl=True needs beta > 0: there is no KL to correct"
+            )
+        self._check_divisor()
+
+    def _check_divisor(self) -> None:
+        _, option, required = SCHEMES[LOSS_TYPES[self.loss_type].scheme]
+        for name in ("num_items_in_batch", "max_completion_length"):
+            value = getattr(self, name)
+            if value is not None and name != option:
+                raise ValueError(f"{name}={value} is not used by loss_type={self.loss_type!r}")
+            if value is None and name == option and required:
+                raise ValueError(f"loss_type={self.loss_type!r} needs {name}")
+        if isinstance(self.num_items_in_batch, Tensor):
+            if self.num_items_in_batch.numel() != 1:
+                raise ValueError(
+                    "num_items_in_batch must hold one number, not shape "
+                    f"{list(self.num_items_in_batch.shape)}"
+                )
+        elif self.num_items_in_batch is not None:
+            value = self.num_items_in_batch
+            check_number("num_items_in_batch", value, value >= 0, ">= 0")
+        length = self.max_completion_length
+        if length is not None:
+            check_number("max_completion_length", length, length >= 1, ">= 1")
+
+    @property
+    def upper(self) -> float:
+        """epsilon_high, or epsilon_low where it is None."""
+        return self.epsilon_low if self.epsilon_high is None else self.epsilon_high
+
+    def token_weights(self, batch: TokenBatch) -> Tensor:
+        """[n] w_t of loss = sum_t w_t loss_t."""
+        weights, option, _ = SCHEMES[LOSS_TYPES[self.loss_type].scheme]
+        return weights(batch, getattr(self, option) if option else None)
+
+
+def clip_surrogate(ratio: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
+    """-min(min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A).
+
+    PPO (arXiv 1707.06347) with separate bounds (DAPO, arXiv 2503.14476) and the two-sided clip of
+    INTELLECT-2 (arXiv 2505.07291); at a bound the gradient passes.
+    """
+    clipped = ratio.clamp(1 - spec.epsilon_low, 1 + spec.upper)
+    free = ratio if spec.delta is None else ratio.clamp(max=spec.delta)
+    return -torch.minimum(free * advantages, clipped * advantages)
+
+
+@dataclass(frozen=True)
+class LossType:
+    """A name: its surrogate and its scheme of token weights (`aggregation.SCHEMES`)."""
+
+    surrogate: Callable[[Tensor, Tensor, LossSpec], Tensor]
+    scheme: str
+
+
+LOSS_TYPES = {
+    "grpo": LossType(clip_surrogate, "sequence_mean"),
+    "bnpo": LossType(clip_surrogate, "local_token_mean"),
+    "dr_grpo": LossType(clip_surrogate, "fixed_length"),
+    "dapo": LossType(clip_surrogate, "token_mean"),
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per-token values [n]; `log_ratio` before its clamp, both at the level of the ratio."""
+
+    loss: Tensor  # policy + beta kl, without the entropy term
+    kl: Tensor | None
+    log_ratio: Tensor
+    ratio: Tensor
+
+
+def token_terms(logps: Tensor, batch: TokenBatch, spec: LossSpec) -> Terms:
+    """The loss of every token, differentiable in `logps` [n]."""
+    log_ratio = logps - (logps.detach() if batch.old is None else batch.old)
+    if spec.importance_sampling_level == "sequence":
+        log_ratio = sequence_mean_of(log_ratio, batch)
+    ratio = _clamp(log_ratio, spec).exp()
+    loss = LOSS_TYPES[spec.loss_type].surrogate(ratio, batch.advantages, spec)
+    if batch.weight_is is not None:
+        loss = loss * batch.weight_is
+    if spec.beta == 0:
+        return Terms(loss, None, log_ratio, ratio)
+    assert batch.ref is not None
+    kl = k3(_clamp(batch.ref - logps, spec))
+    if spec.use_bias_correction_kl:  # DeepSeek-V3.2 (arXiv 2512.02556): unbiased off policy
+        kl = ratio * kl
+    return Terms(loss + spec.beta * kl, kl, log_ratio, ratio)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """e^d - d - 1 >= 0, d = ref - logp (Schulman, "Approximating KL divergence"); 0 only at d = 0."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def sequence_mean_of(values: Tensor, batch: TokenBatch) -> Tensor:
+    """[n] -> [n]: the mean over the counted tokens of each token's sequence."""
+    # a sum per segment rather than scattered adds, which are not deterministic on a GPU
+    total = torch.segment_reduce(values, "sum", lengths=batch.lengths, initial=0)
+    return (total / batch.lengths.clamp_min(1))[batch.sequence]
+
+
+def _clamp(log_ratio: Tensor, spec: LossSpec) -> Tensor:
+    # exp stays finite, and the gradient is 0 beyond the clamp
+    if spec.log_ratio_clamp is None:
+        return log_ratio
+    return log_ratio.clamp(-spec.log_ratio_clamp, spec.log_ratio_clamp)
+
+
+class Objective:
+    """A loss bound to a batch: log-probabilities in, per-token losses and g_t = dL/dlogp_t out.
+
+    `local` says whether a span of tokens can be evaluated without the others, so that gradients
+    leave in one pass over the head. Ratios over sequences are local too when there are no old
+    log-probs: every ratio is then 1 whatever the log-probabilities, and the policy's share of g_t
+    is known before the head runs.
+    """
+
+    def __init__(self, spec: LossSpec, batch: TokenBatch) -> None:
+        self.spec, self.batch = spec, batch
+        self.weights = spec.token_weights(batch)
+        self._fresh: tuple[Tensor, Tensor] | None = None
+        by_token = spec.importance_sampling_level == "token"
+        self.local = by_token or (batch.old is None and not spec.use_bias_correction_kl)
+        if self.local and not by_token:
+            policy = replace(spec, beta=0.0)
+            self._fresh = _values_and_gradient(
+                torch.zeros_like(batch.advantages),
+                self.weights,
+                lambda x: token_terms(x, batch, policy).loss,
+            )
+
+    def __call__(self, span: slice, logps: Tensor) -> tuple[Tensor, Tensor]:
+        """([c] per-token losses without the entropy term, [c] g_t) of a span of tokens."""
+        batch, weights, spec = self.batch[span], self.weights[span], self.spec
+        if self._fresh is None:
+            return _values_and_gradient(logps, weights, lambda x: token_terms(x, batch, spec).loss)
+        loss, g = (t[span] for t in self._fresh)
+        if spec.beta == 0:
+            return loss, g
+        by_token = replace(spec, importance_sampling_level="token")
+        silent = replace(batch, advantages=torch.zeros_like(batch.advantages))
+        kl, g_kl = _values_and_gradient(
+            logps, weights, lambda x: token_terms(x, silent, by_token).loss
+        )
+        return loss + kl, g + g_kl
+
+    def entropy_gradient(self, span: slice) -> Tensor | None:
+        """[c] dL/dentropy_t."""
+        if self.spec.entropy_coef == 0:
+            return None
+        return -self.spec.entropy_coef * self.weights[span]
+
+
+def _values_and_gradient(
+    logps: Tensor, weights: Tensor, loss: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logps.detach().requires_grad_()
+        values = loss(leaf)
+        (g,) = torch.autograd.grad((values * weights).sum(), leaf)
+    return values.detach(), g
+
+
+def metrics(
+    logps: Tensor, entropy: Tensor | None, g: Tensor | None, batch: TokenBatch, spec: LossSpec
+) -> dict[str, Tensor]:
+    """Detached 0-d tensors over the counted tokens, no host synchronisation; see `grpo_loss`."""
+    n = logps.numel()
+    with torch.no_grad():
+        terms = token_terms(logps.detach(), batch, spec)
+        ratio, log_ratio, a = terms.ratio, terms.log_ratio, batch.advantages
+        low = (ratio < 1 - spec.epsilon_low) & (a < 0)
+        high = (ratio > 1 + spec.upper) & (a > 0)
+        out = {
+            "clip_ratio/low_mean": _mean(low),
+            "clip_ratio/high_mean": _mean(high),
+            "clip_ratio/region_mean": _mean(low | high),
+            "ratio/mean": _mean(ratio),
+            "ratio/min": _extreme(ratio, torch.amin),
+            "ratio/max": _extreme(ratio, torch.amax),
+            "log_ratio/min": _extreme(log_ratio, torch.amin),
+            "log_ratio/max": _extreme(log_ratio, torch.amax),
+            "log_ratio/clamped": _mean(log_ratio.abs() > (spec.log_ratio_clamp or math.inf)),
+            "effective_sample_size": ratio.sum().square()
+            / (n * ratio.square().sum()).clamp_min(torch.finfo(ratio.dtype).tiny),
+            "num_tokens": torch.tensor(float(n), device=logps.device),
+        }
+        if terms.kl is not None:
+            out["kl"] = _mean(terms.kl)
+        if entropy is not None:
+            out["entropy"] = _mean(entropy.detach())
+        if g is not None:
+            out["zero_coefficient_fraction"] = _mean(g == 0)
+    return out
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.float().sum() / max(x.numel(), 1)
+
+
+def _extreme(x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    return reduce(x) if x.numel() else x.new_zeros(())
