@@ -228,17 +228,18 @@ def _token_losses(
 
     unclipped = ratio if delta is None else ratio.clamp(max=delta)
     loss = -torch.minimum(unclipped * advantage, ratio.clamp(low, high) * advantage) * correction
-    k3 = None
+    kl = None
     if ref is not None:
         d = (ref - logp).clamp(-limit, limit)
-        k3 = d.exp() - d - 1
-        loss = loss + beta * (k3 * ratio if use_bias_correction_kl else k3)
+        kl = d.exp() - d - 1
+        kl = kl * ratio if use_bias_correction_kl else kl
+        loss = loss + beta * kl
     if entropy is not None:
         loss = loss - entropy_coef * entropy
     return loss, {
         "ratio": ratio,
         "log_ratio": log_ratio,
-        "kl": k3,
+        "kl": kl,
         "log_ratio/clamped": log_ratio.abs() > limit,
         "clip_ratio/low_mean": (advantage < 0) & (ratio < low),
         "clip_ratio/high_mean": (advantage > 0) & (ratio > high),
