@@ -1,8 +1,9 @@
-"""Shared by all tests: the path to the helpers beside them, and seeds."""
+"""Shared by all tests: the path to the helpers beside them, the seed, the number of threads."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,13 @@ sys.path.append(str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """On small matrices and a busy machine, threads cost several times what they save."""
+    before = torch.get_num_threads()
+    if "slow" not in request.keywords:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import DTYPES, Case, check, dtype_id, exact_logps, make_case, ours, pack, ragged_mask
+from cases import Case, exact_logps, make_case, pack, ragged_mask
+from oracle import DTYPES, check, dtype_id, ours
 from pairwise import pairwise
 
 FACTORS: dict[str, tuple[Any, ...]] = {
