@@ -62,7 +62,7 @@ def group_relative_advantages(
 
 
 def zero_variance_fraction(rewards: Tensor, num_generations: int | None = None) -> Tensor:
-    """Share of groups that teach nothing: all valid rewards equal, or at most one of them (0-d tensor).
+    """Share of groups that teach nothing, all valid rewards being equal or at most one (0-d).
 
     Arguments as for `group_relative_advantages`.
     """
@@ -85,7 +85,8 @@ def _grouped(rewards: Tensor, num_generations: int | None) -> Tensor:
         )
     if num_generations < 1 or rewards.numel() % num_generations:
         raise ValueError(
-            f"{rewards.numel()} rewards cannot be divided into groups of num_generations={num_generations}"
+            f"{rewards.numel()} rewards cannot be divided into groups of "
+            f"num_generations={num_generations}"
         )
     values = rewards.detach().to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
     if values.device.type == "cpu" and values.isinf().any():

@@ -18,19 +18,21 @@ from fused_grpo.batch import TokenBatch
 
 
 def sequence_mean(batch: TokenBatch, _: float | Tensor | None) -> Tensor:
-    """1 / (n_b B): the mean over all B sequences, fully masked ones included, of their token means (GRPO,
-    arXiv 2402.03300)."""
+    """1 / (n_b B): the mean over the B sequences, fully masked ones included, of their token means.
+
+    GRPO, arXiv 2402.03300.
+    """
     lengths = batch.lengths[batch.sequence]
     return 1 / (lengths * batch.lengths.numel()).to(batch.advantages.dtype)
 
 
 def token_mean(batch: TokenBatch, num_items: float | Tensor | None) -> Tensor:
-    """1 / num_items, or 1 / (counted tokens of this call): the mean over tokens (DAPO, arXiv 2503.14476)."""
+    """1 / num_items, None: 1 / (counted tokens of this call): token mean (DAPO, arXiv 2503.14476)."""
     return _constant(batch, max(batch.index.numel(), 1) if num_items is None else num_items)
 
 
 def fixed_length(batch: TokenBatch, length: float | Tensor | None) -> Tensor:
-    """1 / (B max_completion_length): a constant, without length bias (Dr. GRPO, arXiv 2503.20783)."""
+    """1 / (B max_completion_length): a constant, no length bias (Dr. GRPO, arXiv 2503.20783)."""
     assert length is not None
     return _constant(batch, length * batch.lengths.numel())
 

@@ -1,4 +1,4 @@
-"""Caller's tensors -> flat tokens: only the ones that count, in one layout for padded and packed input."""
+"""Caller's tensors -> flat tokens: the ones that count, one layout for padded and packed input."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def _sequences(
     lengths = bounds.diff()
     if bounds[0] != 0 or bounds[-1] != n or (lengths < 0).any():
         raise ValueError(
-            f"cu_seqlens must rise from 0 to the {n} positions of completion_ids, "
-            f"not {bounds.tolist() if bounds.numel() < 20 else [*bounds[:3].tolist(), '...', int(bounds[-1])]}"
+            f"cu_seqlens must rise from 0 to the {n} positions of completion_ids, not go from "
+            f"{int(bounds[0])} to {int(bounds[-1])} in steps of {int(lengths.min())} and more"
         )
     return lengths.numel(), torch.repeat_interleave(lengths).to(device)
 

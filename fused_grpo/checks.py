@@ -12,7 +12,7 @@ from torch import Tensor
 def check_tensor(
     name: str, value: object, device: torch.device | None, floating: bool | None
 ) -> None:
-    """TypeError unless `value` is a floating (or an integer) tensor, ValueError on another device."""
+    """TypeError unless `value` is a floating (an integer) tensor, ValueError on another device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
@@ -52,13 +52,13 @@ def check_head(
     check_tensor("weight", weight, hidden.device, floating=True)
     if type(weight).__name__ == "DTensor" or type(hidden).__name__ == "DTensor":
         raise ValueError(
-            "hidden and weight must be plain tensors, not DTensors: pass weight.full_tensor(), or call "
-            "the loss inside the module's forward, where FSDP has gathered the weight"
+            "hidden and weight must be plain tensors, not DTensors: pass weight.full_tensor(), or "
+            "call the loss inside the module's forward, where FSDP has gathered the weight"
         )
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
-            f"weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a shard of FSDP "
-            "or ZeRO-3: gather it first"
+            f"weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a shard of "
+            "FSDP or ZeRO-3: gather it first"
         )
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = ""
@@ -103,7 +103,7 @@ def check_targets(
         return target.clamp(0, vocab - 1), nan
     if bad.any():
         raise ValueError(
-            f"{name} holds {int(target[bad][0])} where it counts; with weight [V, H] of V = {vocab} "
+            f"{name} holds {int(target[bad][0])} where it counts; with weight [V, H], V = {vocab}, "
             f"it must be in [0, {vocab})"
         )
     if bad_temperature.any():

@@ -70,7 +70,7 @@ class Needs:
 
 @dataclass
 class HeadResult:
-    """Per-token results in the order of `Tokens.index`, gradients in the layout of their tensors."""
+    """Per-token results in the order of `Tokens.index`, gradients shaped like their tensors."""
 
     logps: Tensor  # [n]
     entropy: Tensor | None  # [n]
@@ -168,7 +168,7 @@ def _one_chunk(
 
 
 def _logits(rows: Tensor, temperature: Tensor | float, head: Head, tile: int, out: Tensor) -> None:
-    """rows @ weight.T into `out` [c, V]; without a softcap, scale and temperature ride on the rows."""
+    """rows @ weight.T into `out` [c, V]; without a softcap, scale and temperature go into the rows."""
     x = rows.to(out.dtype)
     if head.softcap is None:
         x = x * (head.logit_scale / temperature)
@@ -193,7 +193,7 @@ def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass
 class RowStats:
-    """Statistics of a chunk's rows [c]; `q` of a row is its softmax with the target's logit replaced by
+    """Statistics of a chunk's rows [c]; a row's `q` is its softmax with the target's logit set to
     the largest other one, so that p_v = kappa q_v for every v but the target."""
 
     target: Tensor  # int64
@@ -248,7 +248,7 @@ def _finish_logits(z: Tensor, temperature: Tensor | float, head: Head) -> None:
     """Bias, scale, softcap and temperature, in this order, in place."""
     if head.softcap is None:
         if head.bias is not None:
-            z.add_(head.bias * (head.logit_scale / temperature))
+            z.add_(head.bias.to(z.dtype) * (head.logit_scale / temperature))
         return
     if head.bias is not None:
         z.add_(head.bias)
@@ -259,8 +259,8 @@ def _row_stats(
     target: Tensor, z_target: Tensor, top: Tensor, q_target: Tensor, spread: Tensor | None
 ) -> RowStats:
     others = 1 / q_target - 1  # sum over the others of exp(z - top): at least 1, so nothing cancels
-    lse_others = torch.where(others > 0.5, top + others.log(), -torch.inf)
-    d = lse_others - z_target
+    # logsumexp(others) - z_target; the logits are subtracted first, so that their size does not matter
+    d = torch.where(others > 0.5, (top - z_target) + others.log(), -torch.inf)
     zero = torch.zeros_like(d)
     one_minus_p = torch.sigmoid(d)
     stats = RowStats(
@@ -287,7 +287,7 @@ def _entr(logp: Tensor) -> Tensor:
 
 
 def _move_rows_up(z: Tensor, kept: Tensor) -> None:
-    """z[:k] = z[kept] without a second buffer: kept is ascending, so no row is read after it was written."""
+    """z[:k] = z[kept] in place: kept ascends, so no row is read after it was written."""
     for b in _blocks(z[: kept.numel()]):
         z[b] = z[kept[b]]
 
@@ -356,7 +356,7 @@ def _accumulate(
     grad = scale.new_zeros(rows.shape) if result.hidden_grad is not None else None
     for v in _tiles(z.shape[1], tile):
         if grad is not None:
-            _add_product(grad, z[:, v], weight[v].to(dtype))
+            grad += z[:, v] @ weight[v].to(dtype)
         if result.weight_grad is not None and scaled is not None:
             _add_product(result.weight_grad[v], z[:, v].T, scaled)
     if grad is not None and result.hidden_grad is not None:
@@ -365,11 +365,11 @@ def _accumulate(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with the sum in total's dtype (fp32 or fp64) even for bf16 operands."""
+    """total += a @ b, summed over chunks in total's dtype (fp32 or fp64) even for bf16 operands."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
-        total.add_(a @ b)
+        total += a @ b
 
 
 def _fast_bf16(z: Tensor) -> bool:

@@ -221,14 +221,14 @@ def grpo_loss(
     Returns:
         GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with ratio < 1 - epsilon_low and
         A < 0), "clip_ratio/high_mean", "clip_ratio/region_mean" (either), "ratio/mean|min|max",
-        "log_ratio/min|max", "log_ratio/clamped" (share), "effective_sample_size" ((sum r)^2 / (N sum r^2)),
-        "zero_coefficient_fraction" (tokens that skip the backward), "num_tokens", and "kl", "entropy"
-        where there are any.
+        "log_ratio/min|max", "log_ratio/clamped" (share), "effective_sample_size"
+        ((sum r)^2 / (N sum r^2)), "num_tokens", "zero_coefficient_fraction" (tokens that skip the
+        backward; with reduction="sum" only), and "kl" (the term as it enters the loss) and
+        "entropy" where there are any.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
-            masked
-        nothing is raised: the loss is 0 and the gradients are zeros.
+            masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
     spec = _spec(options, ref_per_token_logps)
     check_choice("backend", backend, BACKENDS)
@@ -239,8 +239,8 @@ def grpo_loss(
         cu_seqlens is not None and hidden.shape[:-1].numel() == completion_ids.numel()
     ):
         raise ValueError(
-            f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} differ in their "
-            "leading dimensions: hidden[:, t] is the state that predicts completion_ids[:, t]"
+            f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} differ in "
+            "their leading dimensions: hidden[:, t] is the state that predicts completion_ids[:, t]"
         )
     batch = make_batch(
         completion_ids,

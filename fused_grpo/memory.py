@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 DEFAULT_CHUNK_BYTES = 100 * 2**20
-_MAX_TILE = 4096  # vocabulary entries per matmul; larger tiles fall out of cache
+# Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
+# products, which sum bf16 operands in bf16.
+_MIN_TILE, _MAX_TILE = 64, 4096
 
 
 class ChunkPlan(NamedTuple):
@@ -28,7 +30,7 @@ def plan_chunks(chunk_bytes: int, vocab: int, width: int, itemsize: int = 4) -> 
     numbers of `itemsize` bytes (8 for fp64 inputs, else 4). One token is the minimum, whatever the
     budget.
     """
-    tile = max(1, min(_MAX_TILE, vocab, chunk_bytes // (8 * 2 * width * itemsize)))
+    tile = min(vocab, max(_MIN_TILE, min(_MAX_TILE, chunk_bytes // (8 * 2 * width * itemsize))))
     left = chunk_bytes // itemsize - 2 * tile * width
     tokens = left // (vocab + tile + 4 * width)
     return ChunkPlan(max(1, tokens - tokens % 8 if tokens > 8 else tokens), tile)

@@ -145,7 +145,7 @@ def token_terms(logps: Tensor, batch: TokenBatch, spec: LossSpec) -> Terms:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """e^d - d - 1 >= 0, d = ref - logp (Schulman, "Approximating KL divergence"); 0 only at d = 0."""
+    """e^d - d - 1 >= 0 with d = ref - logp, 0 only at d = 0 (Schulman 2020)."""
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -247,7 +247,8 @@ def metrics(
         if entropy is not None:
             out["entropy"] = _mean(entropy.detach())
         if g is not None:
-            out["zero_coefficient_fraction"] = _mean(g == 0)
+            skips = (g == 0) & (spec.entropy_coef == 0)
+            out["zero_coefficient_fraction"] = _mean(skips)
     return out
 
 
