@@ -1,0 +1,142 @@
+"""The micro-batches of a generation, and the losses and log-probabilities of one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_grpo.integrations.models import LanguageModelHead, causal_lm
+from fused_grpo.loss import GRPOLossOutput, grpo_loss, linear_logprobs
+from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.rollout import Sample, positions
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class MicroBatch:
+    """Rows of a generation, trimmed to their longest prompt [P] and completion [T].
+
+    Attributes:
+        input_ids, attention_mask: [B, P + T - 1]: nothing is predicted from the last token.
+        completion_ids, completion_mask: [B, T], the mask true where a token counts in the loss.
+        advantages: [B].
+        num_items: counted tokens of the optimizer step, per process.
+        old_logps, ref_logps: [B, T], or None where they are not needed.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    advantages: Tensor
+    num_items: Tensor | None = None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def predicting(self, hidden: Tensor) -> Tensor:
+        """[B, T, H] of [B, P + T - 1, H]: the states that predict the completion's tokens."""
+        return hidden[:, -self.completion_ids.shape[1] :]
+
+    def model_inputs(self, model: nn.Module) -> dict[str, Tensor]:
+        """Keywords for the model's forward; positions count from the first token of the prompt."""
+        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask.long()}
+        backbone: Any = causal_lm(model).base_model
+        if "position_ids" in inspect.signature(backbone.forward).parameters:
+            inputs["position_ids"] = positions(self.attention_mask)
+        return inputs
+
+
+def split(sample: Sample, counted: Tensor, advantages: Tensor, size: int) -> list[MicroBatch]:
+    """Micro-batches of `size` rows. `counted` [B, T] is true where a token counts in the loss."""
+    return [
+        _micro_batch(sample, counted, advantages, slice(start, start + size))
+        for start in range(0, len(advantages), size)
+    ]
+
+
+def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slice) -> MicroBatch:
+    width = int(sample.prompt_mask[rows].sum(1).max())
+    length = int(sample.completion_mask[rows].sum(1).max())
+    prompt_ids, prompt_mask = sample.prompt_ids[rows, -width:], sample.prompt_mask[rows, -width:]
+    completion_ids = sample.completion_ids[rows, :length]
+    completion_mask = sample.completion_mask[rows, :length]
+    return MicroBatch(
+        input_ids=torch.cat([prompt_ids, completion_ids], 1)[:, :-1],
+        attention_mask=torch.cat([prompt_mask, completion_mask], 1)[:, :-1],
+        completion_ids=completion_ids,
+        completion_mask=counted[rows, :length],
+        advantages=advantages[rows],
+    )
+
+
+def grouped(prompts: Sequence[Any]) -> tuple[list[Any], int]:
+    """(prompts, copies) such that each of the prompts repeated `copies` times gives the argument.
+
+    A process whose share cuts through a group gets ([every row], 1).
+    """
+    runs = [i for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1]]
+    lengths = {b - a for a, b in zip(runs, [*runs[1:], len(prompts)], strict=True)}
+    copies = lengths.pop() if len(lengths) == 1 else 1
+    return list(prompts[::copies]), copies
+
+
+def loss_of(
+    batch: MicroBatch, args: GRPOConfig
+) -> Callable[[Tensor, LanguageModelHead], GRPOLossOutput]:
+    """A `head_fn`: the share of `batch` in the loss of its optimizer step.
+
+    The micro-batches of a step add up to the loss of one batch with all their rows, for every
+    loss_type but bnpo, which is defined by the tokens of a micro-batch.
+    """
+    options, steps, share = args.loss_options, args.gradient_accumulation_steps, 1.0
+    if args.loss_type == "dapo":
+        options["num_items_in_batch"] = batch.num_items
+    elif args.loss_type == "dr_grpo":
+        options["max_completion_length"] *= steps
+    else:
+        share = 1 / steps
+
+    def head_fn(hidden: Tensor, head: LanguageModelHead) -> GRPOLossOutput:
+        out = grpo_loss(
+            batch.predicting(hidden),
+            head.weight,
+            batch.completion_ids,
+            batch.advantages,
+            completion_mask=batch.completion_mask,
+            old_per_token_logps=batch.old_logps,
+            ref_per_token_logps=batch.ref_logps,
+            entropy=True,
+            **head.options,
+            **options,
+        )
+        if share != 1:
+            out.loss = out.loss * share
+        return out
+
+    return head_fn
+
+
+def logps_of(batch: MicroBatch, args: GRPOConfig) -> Callable[[Tensor, LanguageModelHead], Tensor]:
+    """A `head_fn`: [B, T] log-probabilities of the completions, 0 where they do not count."""
+    targets = batch.completion_ids.masked_fill(~batch.completion_mask, IGNORE_INDEX)
+
+    def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
+        return linear_logprobs(
+            batch.predicting(hidden),
+            head.weight,
+            targets,
+            temperature=args.temperature,
+            ignore_index=IGNORE_INDEX,
+            **head.options,
+        ).logps
+
+    return head_fn
