@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,8 +44,8 @@ def group_relative_advantages(
     grouped = _grouped(rewards, num_generations)
     check_choice("scale", scale, ("group", "batch", "none"))
     check_choice("baseline", baseline, ("mean", "leave_one_out"))
-    check_number("ddof", ddof, ddof in (0, 1), "0 or 1")
-    check_number("eps", eps, eps >= 0, ">= 0")
+    check_number("ddof", ddof, lambda n: n in (0, 1), "0 or 1")
+    check_number("eps", eps, lambda x: 0 <= x < math.inf, ">= 0")
     valid, learns = ~grouped.isnan(), ~_equal_groups(grouped)
     values = torch.where(valid, grouped, 0.0)
     count = valid.sum(1, keepdim=True)

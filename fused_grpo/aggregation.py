@@ -27,7 +27,7 @@ def sequence_mean(batch: TokenBatch, _: float | Tensor | None) -> Tensor:
 
 
 def token_mean(batch: TokenBatch, num_items: float | Tensor | None) -> Tensor:
-    """1 / num_items, None: 1 / (counted tokens of this call): token mean (DAPO, arXiv 2503.14476)."""
+    """1 / num_items, or 1 / (counted tokens of this call): DAPO, arXiv 2503.14476."""
     return _constant(batch, max(batch.index.numel(), 1) if num_items is None else num_items)
 
 

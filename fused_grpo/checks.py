@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ def check_tensor(
         raise ValueError(f"{name} is on {value.device}, the hidden states are on {device}")
 
 
-def check_number(name: str, value: object, holds: bool, must: str) -> None:
-    """TypeError unless `value` is a plain number, ValueError unless `holds`."""
+def check_number(name: str, value: Any, holds: Callable[[Any], bool], must: str) -> None:
+    """TypeError unless `value` is a plain number, ValueError unless it `holds`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    if not holds:
+    if not holds(value):
         raise ValueError(f"{name}={value} must be {must}")
 
 
@@ -57,8 +58,8 @@ def check_head(
         )
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
-            f"weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a shard of "
-            "FSDP or ZeRO-3: gather it first"
+            f"weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a shard "
+            "of FSDP or ZeRO-3: gather it first"
         )
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = ""
@@ -75,10 +76,10 @@ def check_head(
                 f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}: "
                 f"it must be [{weight.shape[0]}]"
             )
-    check_number("logit_scale", logit_scale, math.isfinite(logit_scale), "finite")
+    check_number("logit_scale", logit_scale, math.isfinite, "finite")
     if softcap is not None:
-        check_number("softcap", softcap, 0 < softcap < math.inf, "> 0, or None")
-    check_number("chunk_bytes", chunk_bytes, chunk_bytes >= 1, ">= 1")
+        check_number("softcap", softcap, lambda c: 0 < c < math.inf, "> 0, or None")
+    check_number("chunk_bytes", chunk_bytes, lambda b: b >= 1, ">= 1")
 
 
 def check_targets(
@@ -94,7 +95,7 @@ def check_targets(
     if isinstance(temperature, Tensor):
         bad_temperature = ~(temperature > 0)
     else:
-        check_number("temperature", temperature, 0 < temperature < math.inf, "> 0")
+        check_number("temperature", temperature, lambda t: 0 < t < math.inf, "> 0")
         bad_temperature = torch.zeros_like(bad)
     if check is None:
         check = target.device.type == "cpu"

@@ -1,14 +1,19 @@
-"""The torch backend: one pass over a linear head, a chunk of tokens at a time.
+"""The torch backend: one pass over a linear head, by chunks of tokens and tiles of vocabulary.
 
-For each chunk the logits are computed in fp32, turned in place into the softmax over all entries
-*but the target*, and used for log-probabilities, entropies and, once the caller has said how much
-each token counts, for both gradients. Nothing of size [tokens, vocabulary] outlives its chunk.
+For each chunk the logits are computed in fp32, tile by tile; each tile becomes a softmax of its
+own, and a few numbers per token say what share of the whole it has. They give log-probabilities
+and entropies. Once the caller has said how much each token counts, the tiles, kept for this chunk
+only, give both gradients by plain matrix products: with P_j the factor between a tile's softmax q
+and the true one,
 
-Leaving the target out is what keeps confident tokens exact: with d = logsumexp(others) - z_y,
+    p_v = P_j q_v for v in tile j            dh = sum_j (-g P_j) (q_j @ W_j) + g (1 - p_y) W_y
 
-    logp = -log(1 + e^d)          1 - p_y = sigmoid(d)          dz = g (1 - p_y) (1[v = y] - r_v)
+The target is left out of the tiles and added apart, which keeps confident tokens exact: with
+d = logsumexp(others) - z_y,
 
-where r is the softmax over the others. No difference of two nearly equal numbers appears.
+    logp = -log(1 + e^d)                     1 - p_y = sigmoid(d)
+
+No difference of two nearly equal numbers appears, and logp <= 0.
 """
 
 from __future__ import annotations
@@ -20,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_grpo.memory import plan_chunks
+from fused_grpo.memory import ChunkPlan, plan_chunks
 
-# Rows of a chunk are finished a few at a time, so that the several passes over them stay in cache.
-_BLOCK_BYTES = 2 * 2**20
+# A tile's logits are finished some rows at a time, so that the several passes over them stay in
+# cache.
+_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Needs:
     weight_grad: bool = False
     bias_grad: bool = False
     entropy: bool = False
+    entropy_grad: bool = False
 
     @property
     def any_grad(self) -> bool:
@@ -91,23 +98,25 @@ def head_pass(
 
     Matmul work: 2NHV without coefficients, 6NHV with both gradients, 4NHV with one of them.
     """
-    hidden, weight = tokens.hidden, head.weight
-    n, (vocab, width) = tokens.index.numel(), weight.shape
-    dtype = compute_dtype(hidden, weight)
     needs = needs if coefficients is not None else Needs(entropy=needs.entropy)
-    result = _empty_result(tokens, head, needs, dtype)
-    plan = plan_chunks(chunk_bytes, vocab, width, dtype.itemsize)
-    chunk = min(n, plan.tokens)
-    buffer = torch.empty(chunk, vocab, dtype=dtype, device=hidden.device)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, n, max(chunk, 1)):
-            span = slice(start, min(start + chunk, n))
-            _one_chunk(tokens, head, needs, coefficients, span, buffer, plan.tile, result)
+    result = _empty_result(tokens, head, needs)
+    n, plan = tokens.index.numel(), plan_pass(tokens.hidden, head, needs, chunk_bytes)
+    work = _Workspace.allocate(min(n, plan.tokens), plan.tile, tokens.hidden, head, needs)
+    with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
+        for span in _tiles(n, plan.tokens):
+            _one_chunk(tokens, head, needs, coefficients, span, work, result)
     if result.weight_grad is not None:
-        result.weight_grad = result.weight_grad.to(weight.dtype)
+        result.weight_grad = result.weight_grad.to(head.weight.dtype)
     if result.bias_grad is not None and head.bias is not None:
         result.bias_grad = result.bias_grad.to(head.bias.dtype)
     return result
+
+
+def plan_pass(hidden: Tensor, head: Head, needs: Needs, chunk_bytes: int) -> ChunkPlan:
+    """The chunks of a pass; exponentials are kept for the gradients only."""
+    (vocab, width), itemsize = head.weight.shape, compute_dtype(hidden, head.weight).itemsize
+    stored = _stored_dtype(hidden, head, needs).itemsize if needs.any_grad else 0
+    return plan_chunks(chunk_bytes, vocab, width, stored, itemsize)
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -115,8 +124,30 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
-def _empty_result(tokens: Tokens, head: Head, needs: Needs, dtype: torch.dtype) -> HeadResult:
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Operands of the gradients' products: bf16 for bf16 inputs where it is fast, else as logits.
+
+    fp16 has too little range for probabilities.
+    """
+    if hidden.dtype == weight.dtype == torch.bfloat16 and _fast_bf16(hidden):
+        return torch.bfloat16
+    return compute_dtype(hidden, weight)
+
+
+def _stored_dtype(hidden: Tensor, head: Head, needs: Needs) -> torch.dtype:
+    """Exponentials wait as operands of the products, unless their logarithms are wanted again."""
+    if needs.entropy_grad or head.softcap is not None:
+        return compute_dtype(hidden, head.weight)
+    return product_dtype(hidden, head.weight)
+
+
+def _fast_bf16(x: Tensor) -> bool:
+    return x.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _empty_result(tokens: Tokens, head: Head, needs: Needs) -> HeadResult:
     hidden, n = tokens.hidden, tokens.index.numel()
+    dtype = compute_dtype(hidden, head.weight)
 
     def zeros(like: Tensor, as_dtype: torch.dtype) -> Tensor:
         return torch.zeros(like.shape, dtype=as_dtype, device=like.device)
@@ -130,55 +161,134 @@ def _empty_result(tokens: Tokens, head: Head, needs: Needs, dtype: torch.dtype) 
     )
 
 
+@dataclass
+class _Workspace:
+    """Buffers that the chunks share."""
+
+    tile: int
+    weight: Tensor | None  # [tile, H] a tile of the weight as fp32, where it is not
+    exps: Tensor | None  # [c, V] exponentials, for gradients only
+
+    @staticmethod
+    def allocate(tokens: int, tile: int, hidden: Tensor, head: Head, needs: Needs) -> _Workspace:
+        weight, dtype = head.weight, compute_dtype(hidden, head.weight)
+        exps = None
+        if needs.any_grad:
+            stored = _stored_dtype(hidden, head, needs)
+            exps = weight.new_empty(tokens, weight.shape[0], dtype=stored)
+        if weight.dtype == dtype:
+            return _Workspace(tile, None, exps)
+        return _Workspace(tile, weight.new_empty(tile, weight.shape[1], dtype=dtype), exps)
+
+    def weight_tile(self, weight: Tensor, v: slice) -> Tensor:
+        if self.weight is None:
+            return weight[v]
+        return self.weight[: v.stop - v.start].copy_(weight[v])
+
+
+def _tiles(size: int, tile: int) -> Iterator[slice]:
+    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
+
+
 def _one_chunk(
     tokens: Tokens,
     head: Head,
     needs: Needs,
     coefficients: Coefficients | None,
     span: slice,
-    buffer: Tensor,
-    tile: int,
+    work: _Workspace,
     result: HeadResult,
 ) -> None:
-    rows = tokens.rows(span)
-    temperature = tokens.temperature
+    rows, target, temperature = tokens.rows(span), tokens.target[span], tokens.temperature
     if isinstance(temperature, Tensor):
-        temperature = temperature[span].to(buffer.dtype)[:, None]
-    z = buffer[: rows.shape[0]]
-    _logits(rows, temperature, head, tile, out=z)
-    stats = _softmax_others(z, tokens.target[span], temperature, head, needs.entropy)
+        temperature = temperature[span].to(result.logps.dtype)[:, None]
+    exps = None if work.exps is None else work.exps[: rows.shape[0]]
+    sums = _exponentials(rows, target, temperature, head, work, exps, needs.entropy)
+    stats = _statistics(sums)
     result.logps[span] = stats.logps
     if result.entropy is not None and stats.entropy is not None:
         result.entropy[span] = stats.entropy
-    if coefficients is None or not needs.any_grad:
+    if coefficients is None or exps is None:
         return
     g, e = coefficients(span, stats.logps, stats.entropy)
-    live = (g != 0) if e is None else (g != 0) | (e != 0)
-    kept = live.nonzero().squeeze(1)
-    if kept.numel() == 0:
-        return
+    kept = ((g != 0) if e is None else (g != 0) | (e != 0)).nonzero().squeeze(1)
+    index = tokens.index[span]
     if kept.numel() < g.numel():  # tokens that cannot learn skip the backward
-        _move_rows_up(z, kept)
-        z, rows, g = z[: kept.numel()], rows[kept], g[kept]
+        exps = _move_rows_up(exps, kept)
+        rows, target, g, index = rows[kept], target[kept], g[kept], index[kept]
+        sums, stats = sums.select(kept), stats.select(kept)
         e = None if e is None else e[kept]
-        stats = stats.select(kept)
         temperature = temperature[kept] if isinstance(temperature, Tensor) else temperature
-    scale = _dlogits(z, stats, g, e, temperature, head)
-    _accumulate(z, rows, scale, tokens.index[span][kept], head, tile, result)
+    if kept.numel() > 0:
+        shares = _shares(sums, stats, g, e, temperature, head)
+        _accumulate(exps, rows, index, target, shares, temperature, head, work, result)
 
 
-def _logits(rows: Tensor, temperature: Tensor | float, head: Head, tile: int, out: Tensor) -> None:
-    """rows @ weight.T into `out` [c, V]; without a softcap, scale and temperature go into the rows."""
-    x = rows.to(out.dtype)
-    if head.softcap is None:
+@dataclass
+class TileSums:
+    """What the forward keeps of each (token, tile) [c, J], the target left out.
+
+    A tile is stored as q, with q_v = q_top exp(z_v - top).
+    """
+
+    top: Tensor  # the largest logit; 0 where the tile holds no other entry, or only -inf
+    mass: Tensor  # sum of exp(z - top): 0 where the tile is empty, else at least 1
+    q_top: Tensor
+    spread: Tensor | None  # -sum of q log q
+    z_target: Tensor  # [c]
+
+    def select(self, kept: Tensor) -> TileSums:
+        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
+
+
+def _exponentials(
+    rows: Tensor,
+    target: Tensor,
+    temperature: Tensor | float,
+    head: Head,
+    work: _Workspace,
+    exps: Tensor | None,
+    entropy: bool,
+) -> TileSums:
+    """The forward of a chunk; fills `exps` [c, V] with E, 0 at the target, where it is given."""
+    vocab = head.weight.shape[0]
+    dtype = compute_dtype(rows, head.weight)
+    x = rows.to(dtype)
+    if head.softcap is None:  # scale and temperature go into the rows, which are fewer
         x = x * (head.logit_scale / temperature)
-    linear = _linear_cpu if out.dtype == torch.float32 and _has_onednn(out) else F.linear
-    for v in _tiles(out.shape[1], tile):
-        out[:, v] = linear(x, head.weight[v].to(out.dtype))
+    linear = _linear_cpu if dtype == torch.float32 and _has_onednn(x) else F.linear
+    shape = (rows.shape[0], len(range(0, vocab, work.tile)))
+    top, mass, q_top = (x.new_empty(shape) for _ in range(3))
+    spread = x.new_empty(shape) if entropy else None
+    z_target = x.new_empty(shape[0])
+    for j, v in enumerate(_tiles(vocab, work.tile)):
+        z = linear(x, work.weight_tile(head.weight, v))
+        _finish_logits(z, temperature, head, v)
+        _take_out_target(z, target - v.start, z_target)
+        top[:, j], mass[:, j], q_top[:, j] = _softmax_with_top(z)
+        if exps is not None:
+            exps[:, v] = z
+        if spread is not None:
+            for b in _blocks(z):
+                spread[b, j] = torch.special.entr(z[b]).sum(1)
+    return TileSums(top, mass, q_top, spread, z_target)
 
 
-def _tiles(size: int, tile: int) -> Iterator[slice]:
-    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
+def _softmax_with_top(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z [c, v] -> q in place; returns (top, mass, q_top), see TileSums.
+
+    torch's softmax is one pass over memory where exp, sum and their like are one each, but keeps
+    its sum to itself: so the first logit gives its place to the largest, whose share tells the sum
+    of the rest, and is added back afterwards.
+    """
+    largest = z.amax(1)
+    top = torch.where(largest == -torch.inf, 0.0, largest)
+    first = (z[:, 0] - top).exp()
+    z[:, 0] = top
+    torch.softmax(z, 1, out=z)
+    q_top = z[:, 0].clone()
+    z[:, 0] = first * q_top
+    return top, (1 / q_top - 1) + first, q_top
 
 
 def _has_onednn(x: Tensor) -> bool:
@@ -191,52 +301,6 @@ def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-@dataclass
-class RowStats:
-    """Statistics of a chunk's rows [c]; a row's `q` is its softmax with the target's logit set to
-    the largest other one, so that p_v = kappa q_v for every v but the target."""
-
-    target: Tensor  # int64
-    logps: Tensor
-    one_minus_p: Tensor  # 1 - p_target, accurate when p_target is near 1
-    kappa: Tensor
-    q_target: Tensor  # q at the target's column, in (0, 1/2]
-    log_norm: Tensor  # log q_v = z_v - log_norm
-    z_target: Tensor
-    entropy: Tensor | None = None
-
-    def select(self, kept: Tensor) -> RowStats:
-        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
-
-
-def _softmax_others(
-    z: Tensor,
-    target: Tensor,
-    temperature: Tensor | float,
-    head: Head,
-    entropy: bool,
-) -> RowStats:
-    """Turns raw logits `z` [c, V] into q in place (see RowStats), but for the target's column."""
-    c = z.shape[0]
-    column = target[:, None]
-    z_target, top, q_target = (z.new_empty(c, 1) for _ in range(3))
-    spread = z.new_empty(c) if entropy else None
-    for b in _blocks(z):
-        zb, yb = z[b], column[b]
-        _finish_logits(zb, temperature[b] if isinstance(temperature, Tensor) else temperature, head)
-        z_target[b] = zb.gather(1, yb)
-        zb.scatter_(1, yb, -torch.inf)
-        top[b] = zb.amax(1, keepdim=True)
-        zb.scatter_(
-            1, yb, top[b].nan_to_num(neginf=0.0)
-        )  # no other entry, or all at -inf: q = 1[target]
-        torch.softmax(zb, 1, out=zb)
-        q_target[b] = zb.gather(1, yb)
-        if spread is not None:
-            spread[b] = torch.special.entr(zb.scatter_(1, yb, 0.0)).sum(1)
-    return _row_stats(target, z_target[:, 0], top[:, 0], q_target[:, 0], spread)
-
-
 def _blocks(z: Tensor) -> Iterator[slice]:
     rows = z.shape[0]
     if z.device.type == "cpu":
@@ -244,40 +308,60 @@ def _blocks(z: Tensor) -> Iterator[slice]:
     return _tiles(z.shape[0], rows)
 
 
-def _finish_logits(z: Tensor, temperature: Tensor | float, head: Head) -> None:
+def _finish_logits(z: Tensor, temperature: Tensor | float, head: Head, v: slice) -> None:
     """Bias, scale, softcap and temperature, in this order, in place."""
+    bias = None if head.bias is None else head.bias[v].to(z.dtype)
     if head.softcap is None:
-        if head.bias is not None:
-            z.add_(head.bias.to(z.dtype) * (head.logit_scale / temperature))
+        if bias is not None:
+            z.add_(bias * (head.logit_scale / temperature))
         return
-    if head.bias is not None:
-        z.add_(head.bias)
+    if bias is not None:
+        z.add_(bias)
     z.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap / temperature)
 
 
-def _row_stats(
-    target: Tensor, z_target: Tensor, top: Tensor, q_target: Tensor, spread: Tensor | None
-) -> RowStats:
-    others = 1 / q_target - 1  # sum over the others of exp(z - top): at least 1, so nothing cancels
-    # logsumexp(others) - z_target; the logits are subtracted first, so that their size does not matter
-    d = torch.where(others > 0.5, (top - z_target) + others.log(), -torch.inf)
-    zero = torch.zeros_like(d)
-    one_minus_p = torch.sigmoid(d)
-    stats = RowStats(
-        target=target,
-        logps=-torch.logaddexp(zero, d),
-        one_minus_p=one_minus_p,
-        kappa=one_minus_p / (1 - q_target).clamp_min(torch.finfo(d.dtype).tiny),
-        q_target=q_target,
-        log_norm=top - q_target.log(),
-        z_target=z_target,
+def _take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
+    """Moves the logits of targets that lie in this tile to `z_target`, leaving -inf."""
+    hit = ((column >= 0) & (column < z.shape[1])).nonzero().squeeze(1)
+    if hit.numel():
+        z_target[hit] = z[hit, column[hit]]
+        z[hit, column[hit]] = -torch.inf
+
+
+@dataclass
+class RowStats:
+    """Statistics of a chunk's tokens."""
+
+    logps: Tensor  # [c]
+    one_minus_p: Tensor  # [c] 1 - p_target, accurate when p_target is near 1
+    log_scale: Tensor  # [c, J] log P_j, where p_v = P_j q_v
+    entropy: Tensor | None  # [c]
+
+    def select(self, kept: Tensor) -> RowStats:
+        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
+
+
+def _statistics(sums: TileSums) -> RowStats:
+    empty = sums.mass < 0.5
+    largest = torch.where(empty, -torch.inf, sums.top).amax(1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    # logits are subtracted from each other first, so that their common size does not matter
+    relative = sums.top - largest
+    lse = torch.logsumexp(
+        torch.where(empty, -torch.inf, relative + sums.mass.log()), 1, keepdim=True
     )
-    if spread is not None:
-        # entropy of the others' softmax r, then of the split between the target and the others
-        inside = (spread / (1 - q_target) + torch.log1p(-q_target)).clamp_min(0)
-        split = one_minus_p * torch.logaddexp(zero, -d) + _entr(stats.logps)
-        stats.entropy = torch.where(others > 0.5, one_minus_p * inside + split, zero)
-    return stats
+    d = lse + (largest - sums.z_target[:, None])
+    zero = torch.zeros_like(d)
+    logps = -torch.logaddexp(zero, d)[:, 0]
+    log_others = -torch.logaddexp(zero, -d)  # log(1 - p_target)
+    log_scale = relative - sums.q_top.log() - lse + log_others
+    log_scale = torch.where(empty, -torch.inf, log_scale)
+    entropy = None
+    if sums.spread is not None:
+        scale = log_scale.exp()
+        others = scale * sums.spread - sums.mass * sums.q_top * torch.xlogy(scale, scale)
+        entropy = (_entr(logps) + others.sum(1)).clamp_min(0)
+    return RowStats(logps, torch.sigmoid(d)[:, 0], log_scale, entropy)
 
 
 def _entr(logp: Tensor) -> Tensor:
@@ -286,99 +370,116 @@ def _entr(logp: Tensor) -> Tensor:
     return torch.where(p > 0, -p * logp, 0.0)
 
 
-def _move_rows_up(z: Tensor, kept: Tensor) -> None:
-    """z[:k] = z[kept] in place: kept ascends, so no row is read after it was written."""
-    for b in _blocks(z[: kept.numel()]):
-        z[b] = z[kept[b]]
+def _move_rows_up(x: Tensor, kept: Tensor) -> Tensor:
+    """x[kept] in the memory of x: kept ascends, so no row is read after it was written."""
+    for b in _blocks(x[: kept.numel()]):
+        x[b] = x[kept[b]]
+    return x[: kept.numel()]
 
 
-def _dlogits(
-    z: Tensor,
+@dataclass
+class Shares:
+    """dL/d(raw logits) of a chunk: at the target, and scale_j q_v (a_j + b_j log q_v) elsewhere."""
+
+    target: Tensor  # [c]
+    scale: Tensor  # [c, J]
+    a: Tensor | None  # [c, J]; None: the factor is 1
+    b: Tensor | None  # [c, J]
+    log_norm: Tensor  # [c, J], log q_v = z_v - log_norm_j
+
+
+def _shares(
+    sums: TileSums,
     stats: RowStats,
     g: Tensor,
     e: Tensor | None,
     temperature: Tensor | float,
     head: Head,
-) -> Tensor:
-    """Turns q into `z` with dL/d(raw logits) = scale[:, None] * z; returns scale [c]."""
-    column = stats.target[:, None]
-    jacobian = head.logit_scale / temperature  # of the linear part
-    if isinstance(jacobian, Tensor):
-        jacobian = jacobian[:, 0]
-    if e is None and head.softcap is None:
-        z.scatter_(1, column, stats.q_target[:, None] - 1)
-        return -g * stats.kappa * jacobian
-    at_target, linear, log_linear = _dz_terms(stats, g, e)
-    for b in _blocks(z):
-        zb = z[b]
-        log_q = zb.clamp_min(torch.finfo(z.dtype).tiny).log_()
-        factor = torch.addcmul(linear[b, None], log_linear[b, None], log_q)
-        zb.mul_(factor).scatter_(1, column[b], at_target[b, None])
-        if head.softcap is not None:
-            t = temperature[b] if isinstance(temperature, Tensor) else temperature
-            capped = log_q.add_(stats.log_norm[b, None]).scatter_(
-                1, column[b], stats.z_target[b, None]
-            )
-            zb.mul_(1 - capped.mul_(t / head.softcap).square_())
-    return torch.ones_like(g) * jacobian
-
-
-def _dz_terms(stats: RowStats, g: Tensor, e: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dL/dz: its value at the target, and (a, b) of q_v (a + b log q_v) elsewhere.
-
-    From dlogp/dz = 1[v = y] - p and dH/dz_v = -p_v (log p_v + H), with p_v = kappa q_v.
-    """
+) -> Shares:
+    """From dlogp/dz = 1[v = y] - p and dH/dz_v = -p_v (log p_v + H), with p_v = P_j q_v."""
+    log_norm = sums.top - sums.q_top.log()
+    jacobian = head.logit_scale / temperature  # of the linear part, [c, 1] or a number
+    p_tile = stats.log_scale.exp()
     at_target = g * stats.one_minus_p
-    linear = -g * stats.kappa
-    if e is None or stats.entropy is None:
-        return at_target, linear, torch.zeros_like(g)
-    kappa, h = stats.kappa, stats.entropy
-    at_target = at_target + e * (_entr(stats.logps) - stats.logps.exp() * h)
-    return at_target, linear - e * (kappa * h + torch.xlogy(kappa, kappa)), -e * kappa
+    a, b = -g[:, None] * p_tile, None
+    if e is not None and stats.entropy is not None:
+        h = stats.entropy
+        at_target = at_target + e * (_entr(stats.logps) - stats.logps.exp() * h)
+        a = a - e[:, None] * (p_tile * h[:, None] + torch.xlogy(p_tile, p_tile))
+        b = -e[:, None] * p_tile
+    at_target = at_target[:, None] * jacobian
+    if head.softcap is None and b is None:
+        return Shares(at_target[:, 0], a * jacobian, None, None, log_norm)
+    if head.softcap is not None:
+        tanh = sums.z_target[:, None] * (temperature / head.softcap)
+        at_target = at_target * (1 - tanh.square())
+    scale = torch.ones_like(a) * jacobian
+    return Shares(at_target[:, 0], scale, a, torch.zeros_like(a) if b is None else b, log_norm)
 
 
 def _accumulate(
-    z: Tensor,
+    exps: Tensor,
     rows: Tensor,
-    scale: Tensor,
     index: Tensor,
+    target: Tensor,
+    shares: Shares,
+    temperature: Tensor | float,
     head: Head,
-    tile: int,
+    work: _Workspace,
     result: HeadResult,
 ) -> None:
-    """Adds the chunk's share of the gradients; dL/d(raw logits) = scale[:, None] * z."""
-    weight, dtype = head.weight, z.dtype
-    if result.bias_grad is not None:
-        result.bias_grad.addmv_(z.T, scale)
-    if rows.dtype == weight.dtype == torch.bfloat16 and _fast_bf16(z):
-        z, dtype = _round_in_place(z), torch.bfloat16
-    scaled = (rows * scale[:, None]).to(dtype) if result.weight_grad is not None else None
-    grad = scale.new_zeros(rows.shape) if result.hidden_grad is not None else None
-    for v in _tiles(z.shape[1], tile):
-        if grad is not None:
-            grad += z[:, v] @ weight[v].to(dtype)
-        if result.weight_grad is not None and scaled is not None:
-            _add_product(result.weight_grad[v], z[:, v].T, scaled)
-    if grad is not None and result.hidden_grad is not None:
+    """Adds a chunk's share of the gradients, with sums in fp32 (fp64) whatever the operands."""
+    weight, dtype = head.weight, shares.scale.dtype
+    product = product_dtype(rows, weight)
+    x = rows.to(dtype)
+    at_target = shares.target[:, None]
+    dh = weight[target].to(dtype).mul_(at_target) if result.hidden_grad is not None else None
+    for j, v in enumerate(_tiles(weight.shape[0], work.tile)):
+        dz, scale = exps[:, v], shares.scale[:, j, None]
+        if shares.a is not None:
+            dz = _dlogits(dz, shares, j, temperature, head)
+        if result.bias_grad is not None:
+            result.bias_grad[v] += dz.T.to(dtype) @ scale[:, 0]
+        dz = dz.to(product)
+        if dh is not None:
+            w = weight[v] if weight.dtype == product else work.weight_tile(weight, v)
+            dh.addcmul_((dz @ w).to(dtype), scale)
+        if result.weight_grad is not None:
+            _add_product(result.weight_grad[v], dz.T, (x * scale).to(product))
+    if dh is not None and result.hidden_grad is not None:
         flat = result.hidden_grad.view(-1, rows.shape[1])
-        flat[index] = grad.mul_(scale[:, None]).to(flat.dtype)
+        flat[index] = dh.to(flat.dtype)
+    if result.weight_grad is not None:
+        _add_rows(result.weight_grad, target, x * at_target)
+    if result.bias_grad is not None:
+        _add_rows(result.bias_grad, target, shares.target)
+
+
+def _dlogits(q: Tensor, shares: Shares, j: int, temperature: Tensor | float, head: Head) -> Tensor:
+    """q (a + b log q) of a tile, and through the softcap's derivative 1 - tanh^2."""
+    assert shares.a is not None
+    assert shares.b is not None
+    dz = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for r in _blocks(dz):
+        log_q = q[r].clamp_min(torch.finfo(q.dtype).tiny).log_()
+        torch.addcmul(shares.a[r, j, None], shares.b[r, j, None], log_q, out=dz[r]).mul_(q[r])
+        if head.softcap is not None:
+            t = temperature[r] if isinstance(temperature, Tensor) else temperature
+            tanh = log_q.add_(shares.log_norm[r, j, None]).mul_(t / head.softcap)
+            dz[r].mul_(1 - tanh.square_())
+    return dz
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed over chunks in total's dtype (fp32 or fp64) even for bf16 operands."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
         total += a @ b
 
 
-def _fast_bf16(z: Tensor) -> bool:
-    return z.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _round_in_place(z: Tensor) -> Tensor:
-    """z [c, V] rounded to bf16, each row in the first half of its fp32 row: no second buffer."""
-    half = z.view(torch.bfloat16)[:, : z.shape[1]]
-    for b in _blocks(z):
-        half[b] = z[b].bfloat16()
-    return half
+def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+    """total[index[i]] += rows[i], in an order that does not change from call to call."""
+    if total.device.type == "cpu":
+        total.index_add_(0, index, rows)
+    else:  # sorts the index; index_add_ would use atomics
+        total.index_put_((index,), rows, accumulate=True)

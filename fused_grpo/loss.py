@@ -16,7 +16,7 @@ from fused_grpo.checks import check_choice, check_head, check_targets, check_ten
 from fused_grpo.chunked import Needs, compute_dtype, head_pass
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
-from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction, loss_pass
+from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
 from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
 
 BACKENDS = ("auto", "chunked", "reference")
@@ -223,8 +223,8 @@ def grpo_loss(
         A < 0), "clip_ratio/high_mean", "clip_ratio/region_mean" (either), "ratio/mean|min|max",
         "log_ratio/min|max", "log_ratio/clamped" (share), "effective_sample_size"
         ((sum r)^2 / (N sum r^2)), "num_tokens", "zero_coefficient_fraction" (tokens that skip the
-        backward; with reduction="sum" only), and "kl" (the term as it enters the loss) and
-        "entropy" where there are any.
+        backward; only where this call forms gradients), and "kl" (the term as it enters the loss)
+        and "entropy" where there are any.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
@@ -239,8 +239,8 @@ def grpo_loss(
         cu_seqlens is not None and hidden.shape[:-1].numel() == completion_ids.numel()
     ):
         raise ValueError(
-            f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} differ in "
-            "their leading dimensions: hidden[:, t] is the state that predicts completion_ids[:, t]"
+            f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} "
+            "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
     batch = make_batch(
         completion_ids,
@@ -278,18 +278,12 @@ def grpo_loss(
         )
         return _from_reference(out, reduction)
     call = HeadCall(batch.index, target, temperature, logit_scale, softcap, chunk_bytes)
-    if reduction == "none":
+    if reduction == "none" or not torch.is_grad_enabled():
         logps, h = _logprobs(hidden, weight, bias, call, entropy)
         return _from_logps(logps, h, batch, spec, reduction)
-    objective = Objective(spec, batch)
-    if torch.is_grad_enabled():
-        loss, per_token, logps, h, g = FusedLossFunction.apply(
-            hidden, weight, bias, call, objective, entropy
-        )
-    else:
-        needs = Needs(entropy=entropy)
-        result, per_token, g = loss_pass(hidden, weight, bias, call, objective, needs)
-        loss, logps, h = (per_token * objective.weights).sum(), result.logps, result.entropy
+    loss, per_token, logps, h, g = FusedLossFunction.apply(
+        hidden, weight, bias, call, Objective(spec, batch), entropy
+    )
     return _output(loss, per_token, logps, h, g, batch, spec)
 
 

@@ -39,18 +39,17 @@ class LossSpec:
         check_choice(
             "importance_sampling_level", self.importance_sampling_level, ("token", "sequence")
         )
-        check_number("epsilon_low", self.epsilon_low, 0 <= self.epsilon_low < 1, "in [0, 1)")
-        check_number(
-            "epsilon_high", self.upper, self.upper >= 0, ">= 0: 1 + epsilon_high is the bound"
-        )
+        finite = math.isfinite
+        check_number("epsilon_low", self.epsilon_low, lambda x: 0 <= x < 1, "in [0, 1)")
+        if self.epsilon_high is not None:
+            must = ">= 0: the bound is 1 + epsilon_high"
+            check_number("epsilon_high", self.epsilon_high, lambda x: x >= 0, must)
         if self.delta is not None:
-            check_number("delta", self.delta, self.delta > 1, "> 1: it bounds the ratio itself")
-        check_number("beta", self.beta, self.beta >= 0, ">= 0")
-        check_number("entropy_coef", self.entropy_coef, math.isfinite(self.entropy_coef), "finite")
+            check_number("delta", self.delta, lambda x: x > 1, "> 1: it bounds the ratio itself")
+        check_number("beta", self.beta, lambda x: x >= 0 and finite(x), ">= 0")
+        check_number("entropy_coef", self.entropy_coef, finite, "finite")
         if self.log_ratio_clamp is not None:
-            check_number(
-                "log_ratio_clamp", self.log_ratio_clamp, self.log_ratio_clamp > 0, "> 0 or None"
-            )
+            check_number("log_ratio_clamp", self.log_ratio_clamp, lambda x: x > 0, "> 0, or None")
         if self.use_bias_correction_kl and self.beta == 0:
             raise ValueError(
                 "use_bias_correction_kl=True needs beta > 0: there is no KL to correct"
@@ -65,18 +64,16 @@ class LossSpec:
                 raise ValueError(f"{name}={value} is not used by loss_type={self.loss_type!r}")
             if value is None and name == option and required:
                 raise ValueError(f"loss_type={self.loss_type!r} needs {name}")
-        if isinstance(self.num_items_in_batch, Tensor):
-            if self.num_items_in_batch.numel() != 1:
+        items, length = self.num_items_in_batch, self.max_completion_length
+        if isinstance(items, Tensor):
+            if items.numel() != 1:
                 raise ValueError(
-                    "num_items_in_batch must hold one number, not shape "
-                    f"{list(self.num_items_in_batch.shape)}"
+                    f"num_items_in_batch must hold one number, not shape {list(items.shape)}"
                 )
-        elif self.num_items_in_batch is not None:
-            value = self.num_items_in_batch
-            check_number("num_items_in_batch", value, value >= 0, ">= 0")
-        length = self.max_completion_length
+        elif items is not None:
+            check_number("num_items_in_batch", items, lambda x: x >= 0, ">= 0")
         if length is not None:
-            check_number("max_completion_length", length, length >= 1, ">= 1")
+            check_number("max_completion_length", length, lambda x: x >= 1, ">= 1")
 
     @property
     def upper(self) -> float:
@@ -151,6 +148,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 def sequence_mean_of(values: Tensor, batch: TokenBatch) -> Tensor:
     """[n] -> [n]: the mean over the counted tokens of each token's sequence."""
+    if values.numel() == 0:
+        return values
     # a sum per segment rather than scattered adds, which are not deterministic on a GPU
     total = torch.segment_reduce(values, "sum", lengths=batch.lengths, initial=0)
     return (total / batch.lengths.clamp_min(1))[batch.sequence]

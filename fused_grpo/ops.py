@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo.chunked import Head, HeadResult, Needs, Tokens, head_pass
-from fused_grpo.memory import plan_chunks
+from fused_grpo.chunked import Head, HeadResult, Needs, Tokens, head_pass, plan_pass
 from fused_grpo.objectives import Objective
 
 
@@ -49,7 +48,7 @@ class LogprobsFunction(torch.autograd.Function):
         call: HeadCall,
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        needs = _needs(ctx, entropy)
+        needs = _needs(ctx, entropy, False)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
         ctx.unit = _only_hidden(needs) and not entropy
@@ -72,7 +71,8 @@ class LogprobsFunction(torch.autograd.Function):
         def upstream(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
             return g[span], None if e is None else e[span]
 
-        result = head_pass(*call.bind(*ctx.saved_tensors), ctx.needs, upstream, call.chunk_bytes)
+        needs = replace(ctx.needs, entropy=e is not None, entropy_grad=e is not None)
+        result = head_pass(*call.bind(*ctx.saved_tensors), needs, upstream, call.chunk_bytes)
         return result.hidden_grad, result.weight_grad, result.bias_grad, None, None
 
 
@@ -94,7 +94,12 @@ class FusedLossFunction(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         result, per_token, g = loss_pass(
-            hidden, weight, bias, call, objective, _needs(ctx, entropy)
+            hidden,
+            weight,
+            bias,
+            call,
+            objective,
+            _needs(ctx, entropy, objective.spec.entropy_coef != 0),
         )
         ctx.save_for_backward(result.hidden_grad, result.weight_grad, result.bias_grad)
         loss = (per_token * objective.weights).sum()
@@ -145,7 +150,7 @@ def loss_pass(
     def known(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return g[span], objective.entropy_gradient(span)
 
-    plan = plan_chunks(call.chunk_bytes, weight.shape[0], weight.shape[1], dtype.itemsize)
+    plan = plan_pass(hidden, head, needs, call.chunk_bytes)
     if needs.any_grad and (objective.local or n <= plan.tokens):
         return head_pass(tokens, head, needs, evaluate, call.chunk_bytes), per_token, g
     unit = _only_hidden(needs) and objective.spec.entropy_coef == 0
@@ -165,11 +170,11 @@ def loss_pass(
     return result, per_token, g
 
 
-def _needs(ctx: Any, entropy: bool) -> Needs:
+def _needs(ctx: Any, entropy: bool, entropy_grad: bool) -> Needs:
     # what autograd asks for, not what a saved tensor's requires_grad says: a copy made in here has
     # none
     hidden, weight, bias = ctx.needs_input_grad[:3]
-    return Needs(hidden, weight, bias, entropy)
+    return Needs(hidden, weight, bias, entropy, entropy_grad)
 
 
 def _only_hidden(needs: Needs) -> bool:
