@@ -127,7 +127,7 @@ def reference_policy_loss(
 ) -> ReferenceOutput:
     """The loss from log-probabilities [B, T], or [N] packed by ``cu_seqlens`` [S + 1].
 
-    ``advantages`` and ``importance_sampling_ratio`` hold one value per token or one per sequence,
+    ``advantages`` and ``importance_sampling_ratio`` hold one value per sequence or one per token,
     the other tensors one per token. ``options`` are those of :func:`_token_losses`.
     """
     shape = per_token_logps.shape
@@ -139,19 +139,22 @@ def reference_policy_loss(
     sequence = sequence[counted]
     lengths = torch.bincount(sequence, minlength=num_sequences)
 
-    def select(x: Tensor) -> Tensor:
-        """One value per counted token, from one per token or one per sequence."""
-        x = x.reshape(-1)
-        return (x[counted] if x.numel() == counted.numel() else x[sequence]).to(dtype)
+    def per_token(x: Tensor) -> Tensor:
+        return x.reshape(-1)[counted].to(dtype)
 
-    logp = select(per_token_logps)
+    def per_sequence_or_token(x: Tensor) -> Tensor:
+        return x.reshape(-1)[sequence].to(dtype) if x.numel() == num_sequences else per_token(x)
+
+    logp = per_token(per_token_logps)
     token_losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
         _token_losses,
-        old=logp.detach() if old_per_token_logps is None else select(old_per_token_logps),
-        ref=None if ref_per_token_logps is None else select(ref_per_token_logps),
-        advantage=select(advantages),
+        old=logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
+        ref=None if ref_per_token_logps is None else per_token(ref_per_token_logps),
+        advantage=per_sequence_or_token(advantages),
         correction=(
-            1.0 if importance_sampling_ratio is None else select(importance_sampling_ratio)
+            1.0
+            if importance_sampling_ratio is None
+            else per_sequence_or_token(importance_sampling_ratio)
         ),
         sequence=sequence,
         lengths=lengths,
@@ -165,7 +168,7 @@ def reference_policy_loss(
     }[loss_type]()
     divisor = torch.as_tensor(divisor, dtype=dtype, device=logp.device).clamp(min=1)
 
-    entropy = None if entropies is None else select(entropies)
+    entropy = None if entropies is None else per_token(entropies)
     token_loss, parts = token_losses(logp, entropy)
     # Once more on leaves: which tokens would send nothing back to the head?
     with torch.enable_grad():

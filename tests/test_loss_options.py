@@ -27,7 +27,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "entropy_coef": (0.0, 0.05, -0.02),
     "softcap": (None, 5.0),
     "logit_scale": (1.0, 0.6),
-    "temperature": (1.0, 0.7),
+    "temperature": (1.0, 0.7, "token"),
     "bias": (False, True),
     "correction": ("none", "token", "column", "sequence"),
     "advantages": ("sequence", "token"),
@@ -48,6 +48,13 @@ def scheme(name: str, case: Case) -> dict[str, Any]:
     }.get(name, {"loss_type": name})
 
 
+def temperature(row: dict[str, Any]) -> float | torch.Tensor:
+    """A number, or one per token of a [6, 11] batch."""
+    if row["temperature"] == "token":
+        return torch.linspace(0.6, 1.4, 66).view(6, 11)
+    return row["temperature"]
+
+
 def correction(kind: str, case: Case) -> torch.Tensor:
     """Importance sampling ratios of each accepted shape, one of them 0."""
     ratios = torch.linspace(0.0, 1.9, case.ids.numel(), dtype=case.advantages.dtype)
@@ -66,7 +73,7 @@ def build(row: dict[str, Any], dtype: torch.dtype) -> Case:
         "entropy_coef": row["entropy_coef"],
         "softcap": row["softcap"],
         "logit_scale": row["logit_scale"],
-        "temperature": row["temperature"],
+        "temperature": temperature(row),
         "log_ratio_clamp": row["log_ratio_clamp"],
         "entropy": row["entropy_coef"] != 0,
     }

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import make_case
-from oracle import check, dtype_id
+from oracle import check, dtype_id, ours
 from torch import Tensor
 
 from fused_grpo import linear_logprobs
@@ -255,3 +255,31 @@ def test_bfloat16_inputs_equal_their_float32_values() -> None:
     torch.testing.assert_close(got.per_token_logps, want.per_token_logps, rtol=0, atol=3e-6)
     torch.testing.assert_close(got.entropy, want.entropy, rtol=0, atol=3e-6)
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
+def test_nan_at_a_counted_token_is_seen(bad: float, reduction: str, level: str) -> None:
+    """A broken forward pass gives NaN in its log-prob, the loss and both gradients, as eager does.
+
+    Masks select NaN away where nothing counts; where something counts, hiding it would train on.
+    """
+    case = make_case(vocab=61, dtype=torch.float32, ref=False, importance_sampling_level=level)
+    case.hidden[1, 3] = bad
+    result = ours(case, reduction=reduction)
+    logps = result.output.per_token_logps
+    assert logps[1, 3].isnan()
+    assert logps.isnan().sum() == 1
+    assert result.output.loss.isnan().any()
+    assert result.grads["hidden"][1, 3].isnan().all()
+    assert torch.isfinite(result.grads["hidden"][2]).all()
+    assert result.grads["weight"].isnan().any()
+
+
+def test_nan_in_the_weight_is_seen() -> None:
+    case = make_case(vocab=61, dtype=torch.float32, ref=False)
+    case.weight[7, 3] = float("nan")
+    result = ours(case)
+    assert result.output.per_token_logps[case.mask].isnan().all()
+    assert result.output.loss.isnan()

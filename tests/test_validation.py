@@ -274,6 +274,23 @@ def test_targets_out_of_range(bad: int) -> None:
     assert str(V) in str(caught.value)
 
 
+def test_unchecked_inputs_poison_their_token() -> None:
+    """S8: with check_inputs=False a bad token gives NaN, never a plausible number."""
+    hidden, weight, targets = torch.randn(4, H), torch.randn(V, H), torch.tensor([1, V, -1, 2])
+    out = linear_logprobs(hidden, weight, targets, entropy=True, check_inputs=False)
+    assert out.logps.isnan().tolist() == [False, True, True, False]
+    assert out.entropy.isnan().tolist() == [False, True, True, False]
+    temperature = torch.tensor([1.0, 0.0, -1.0, math.nan])
+    out = linear_logprobs(
+        hidden, weight, torch.tensor([1, 2, 3, 4]), temperature=temperature, check_inputs=False
+    )
+    assert out.logps.isnan().tolist() == [False, True, True, True]
+    call = arguments()
+    call["completion_ids"][0, 0] = V
+    assert grpo_loss(**call, check_inputs=False).loss.isnan()
+    rejects(ValueError, "completion_ids", call | {"check_inputs": True})
+
+
 @pytest.mark.parametrize("values", [[0.5, 1.0], [2, 0], [-1, 1]])
 def test_masks_hold_zeros_and_ones(values: list[float]) -> None:
     """A mask is no weight: 0.5 or 2 would silently count as 1."""
