@@ -27,11 +27,11 @@ def chunk_bytes_used(
     For c tokens and tiles of v vocabulary entries:
 
         c V stored               the chunk's exponentials, `stored` bytes each; 0 without gradients
-        c v itemsize             one tile of logits
+        c v (itemsize + 2)       one tile of logits, or of their gradient and its rounded copy
         2 v H itemsize           a tile of the weight as fp32, and of its gradient
         4 c H itemsize           hidden states, scaled hidden states, their gradient, one temporary
     """
-    per_token = vocab * stored + (tile + 4 * width) * itemsize
+    per_token = vocab * stored + tile * (itemsize + 2) + 4 * width * itemsize
     return tokens * per_token + 2 * tile * width * itemsize
 
 
