@@ -89,6 +89,18 @@ def test_peak_stays_within_the_budget(
         assert width == 64 or allowed < logits / 3, "the bound says nothing"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["none", "head"])
+@pytest.mark.parametrize("kind", ["token", "entropy"])
+def test_peak_at_a_real_vocabulary(kind: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
+    """The same bound where the vectors are small beside the budget."""
+    call = batch(dtype=dtype, **KINDS[kind])
+    call |= {"weight": torch.randn(50_257, H).to(dtype), "chunk_bytes": 32 << 20}
+    allowed = gradient_bytes(call, frozen) + (32 << 20) + 512 * PER_TOKEN
+    over = track(call, frozen).peak - allowed
+    assert over <= 0, f"{over} bytes over"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_of_tokens_by_vocabulary(kind: str) -> None:
     call = batch(width=256, **KINDS[kind])
