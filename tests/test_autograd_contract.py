@@ -114,6 +114,27 @@ def test_backward_twice(level: str, reduction: str) -> None:
     assert torch.equal(weight.grad, 2 * once[1])
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradients_belong_to_the_caller(level: str, reduction: str) -> None:
+    """Changing a gradient in place (zero_grad, clipping) does not change the next backward's."""
+    case = small().with_options(importance_sampling_level=level)
+    leaves = [case.leaves()[k].requires_grad_() for k in ("hidden", "weight")]
+    out = call(case, *leaves, reduction=reduction)
+    scalar = out.loss.sum()
+    first = torch.autograd.grad(scalar, leaves, retain_graph=True)
+    want = [g.clone() for g in first]
+    for g in first:
+        g.zero_()
+    scalar.backward(retain_graph=True)
+    for leaf, g in zip(leaves, want, strict=True):
+        assert torch.equal(leaf.grad, g)
+        leaf.grad.zero_()
+    scalar.backward()
+    for leaf, g in zip(leaves, want, strict=True):
+        assert torch.equal(leaf.grad, g)
+
+
 def test_backward_twice_logprobs() -> None:
     hidden = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(20, 8, dtype=torch.float64, requires_grad=True)
