@@ -18,28 +18,24 @@ No difference of two nearly equal numbers appears, and logp <= 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fused_grpo.memory import ChunkPlan, plan_chunks
-
-# A tile's logits are finished some rows at a time, so that the several passes over them stay in
-# cache.
-_BLOCK_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class Head:
-    """A linear head: logits = softcap((hidden @ weight.T + bias) * logit_scale) / temperature."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None = None  # [V]
-    logit_scale: float = 1.0
-    softcap: float | None = None
+from fused_grpo.tiles import (
+    Head,
+    RowStats,
+    TileSums,
+    compute_dtype,
+    entropy_term,
+    row_blocks,
+    row_statistics,
+    slices,
+    tile_softmax,
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def head_pass(
     n, plan = tokens.index.numel(), plan_pass(tokens.hidden, head, needs, chunk_bytes)
     work = _Workspace.allocate(min(n, plan.tokens), plan.tile, tokens.hidden, head, needs)
     with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
-        for span in _tiles(n, plan.tokens):
+        for span in slices(n, plan.tokens):
             _one_chunk(tokens, head, needs, coefficients, span, work, result)
     if result.weight_grad is not None:
         result.weight_grad = result.weight_grad.to(head.weight.dtype)
@@ -117,11 +113,6 @@ def plan_pass(hidden: Tensor, head: Head, needs: Needs, chunk_bytes: int) -> Chu
     (vocab, width), itemsize = head.weight.shape, compute_dtype(hidden, head.weight).itemsize
     stored = _stored_dtype(hidden, head, needs).itemsize if needs.any_grad else 0
     return plan_chunks(chunk_bytes, vocab, width, stored, itemsize)
-
-
-def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Logits are fp32 from fp32 accumulators for every input dtype, and fp64 for fp64 inputs."""
-    return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -166,8 +157,9 @@ class _Workspace:
     """Buffers that the chunks share."""
 
     tile: int
-    weight: Tensor | None  # [tile, H] a tile of the weight as fp32, where it is not
-    exps: Tensor | None  # [c, V] exponentials, for gradients only
+    weight: Tensor  # [V, H]
+    converted: Tensor | None  # [tile, H] a tile of the weight as fp32, where it is not
+    exps: Tensor | None  # [c, V] softmaxes of the tiles, for gradients only
 
     @staticmethod
     def allocate(tokens: int, tile: int, hidden: Tensor, head: Head, needs: Needs) -> _Workspace:
@@ -177,17 +169,15 @@ class _Workspace:
             stored = _stored_dtype(hidden, head, needs)
             exps = weight.new_empty(tokens, weight.shape[0], dtype=stored)
         if weight.dtype == dtype:
-            return _Workspace(tile, None, exps)
-        return _Workspace(tile, weight.new_empty(tile, weight.shape[1], dtype=dtype), exps)
+            return _Workspace(tile, weight, None, exps)
+        converted = weight.new_empty(tile, weight.shape[1], dtype=dtype)
+        return _Workspace(tile, weight, converted, exps)
 
-    def weight_tile(self, weight: Tensor, v: slice) -> Tensor:
-        if self.weight is None:
-            return weight[v]
-        return self.weight[: v.stop - v.start].copy_(weight[v])
-
-
-def _tiles(size: int, tile: int) -> Iterator[slice]:
-    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
+    def weight_tile(self, v: slice) -> Tensor:
+        """[v, H] in the dtype of the logits; valid until the next call."""
+        if self.converted is None:
+            return self.weight[v]
+        return self.converted[: v.stop - v.start].copy_(self.weight[v])
 
 
 def _one_chunk(
@@ -203,8 +193,10 @@ def _one_chunk(
     if isinstance(temperature, Tensor):
         temperature = temperature[span].to(result.logps.dtype)[:, None]
     exps = None if work.exps is None else work.exps[: rows.shape[0]]
-    sums = _exponentials(rows, target, temperature, head, work, exps, needs.entropy)
-    stats = _statistics(sums)
+    sums = tile_softmax(
+        rows, target, temperature, head, work.tile, work.weight_tile, exps, needs.entropy
+    )
+    stats = row_statistics(sums)
     result.logps[span] = stats.logps
     if result.entropy is not None and stats.entropy is not None:
         result.entropy[span] = stats.entropy
@@ -224,155 +216,9 @@ def _one_chunk(
         _accumulate(exps, rows, index, target, shares, temperature, head, work, result)
 
 
-@dataclass
-class TileSums:
-    """What the forward keeps of each (token, tile) [c, J], the target left out.
-
-    A tile is stored as q, with q_v = q_top exp(z_v - top).
-    """
-
-    top: Tensor  # the largest logit; 0 where the tile holds no other entry, or only -inf
-    mass: Tensor  # sum of exp(z - top): 0 where the tile is empty, else at least 1
-    q_top: Tensor
-    spread: Tensor | None  # -sum of q log q
-    z_target: Tensor  # [c]
-
-    def select(self, kept: Tensor) -> TileSums:
-        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
-
-
-def _exponentials(
-    rows: Tensor,
-    target: Tensor,
-    temperature: Tensor | float,
-    head: Head,
-    work: _Workspace,
-    exps: Tensor | None,
-    entropy: bool,
-) -> TileSums:
-    """The forward of a chunk; fills `exps` [c, V] with E, 0 at the target, where it is given."""
-    vocab = head.weight.shape[0]
-    dtype = compute_dtype(rows, head.weight)
-    x = rows.to(dtype)
-    if head.softcap is None:  # scale and temperature go into the rows, which are fewer
-        x = x * (head.logit_scale / temperature)
-    linear = _linear_cpu if dtype == torch.float32 and _has_onednn(x) else F.linear
-    shape = (rows.shape[0], len(range(0, vocab, work.tile)))
-    top, mass, q_top = (x.new_empty(shape) for _ in range(3))
-    spread = x.new_empty(shape) if entropy else None
-    z_target = x.new_empty(shape[0])
-    for j, v in enumerate(_tiles(vocab, work.tile)):
-        z = linear(x, work.weight_tile(head.weight, v))
-        _finish_logits(z, temperature, head, v)
-        _take_out_target(z, target - v.start, z_target)
-        top[:, j], mass[:, j], q_top[:, j] = _softmax_with_top(z)
-        if exps is not None:
-            exps[:, v] = z
-        if spread is not None:
-            for b in _blocks(z):
-                spread[b, j] = torch.special.entr(z[b]).sum(1)
-    return TileSums(top, mass, q_top, spread, z_target)
-
-
-def _softmax_with_top(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z [c, v] -> q in place; returns (top, mass, q_top), see TileSums.
-
-    torch's softmax is one pass over memory where exp, sum and their like are one each, but keeps
-    its sum to itself: so the first logit gives its place to the largest, whose share tells the sum
-    of the rest, and is added back afterwards.
-    """
-    largest = z.amax(1)
-    top = torch.where(largest == -torch.inf, 0.0, largest)
-    first = (z[:, 0] - top).exp()
-    z[:, 0] = top
-    torch.softmax(z, 1, out=z)
-    q_top = z[:, 0].clone()
-    z[:, 0] = first * q_top
-    return top, (1 / q_top - 1) + first, q_top
-
-
-def _has_onednn(x: Tensor) -> bool:
-    return x.device.type == "cpu" and torch.backends.mkldnn.is_available()
-
-
-def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    # oneDNN's fp32 product, which torch.mm does not pick for fp32: 1.1 to 1.3 times MKL's rate on
-    # AMD, and the same fp32 accumulators.
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-def _blocks(z: Tensor) -> Iterator[slice]:
-    rows = z.shape[0]
-    if z.device.type == "cpu":
-        rows = max(1, _BLOCK_BYTES // (z.shape[1] * z.element_size()))
-    return _tiles(z.shape[0], rows)
-
-
-def _finish_logits(z: Tensor, temperature: Tensor | float, head: Head, v: slice) -> None:
-    """Bias, scale, softcap and temperature, in this order, in place."""
-    bias = None if head.bias is None else head.bias[v].to(z.dtype)
-    if head.softcap is None:
-        if bias is not None:
-            z.add_(bias * (head.logit_scale / temperature))
-        return
-    if bias is not None:
-        z.add_(bias)
-    z.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap / temperature)
-
-
-def _take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
-    """Moves the logits of targets that lie in this tile to `z_target`, leaving -inf."""
-    hit = ((column >= 0) & (column < z.shape[1])).nonzero().squeeze(1)
-    if hit.numel():
-        z_target[hit] = z[hit, column[hit]]
-        z[hit, column[hit]] = -torch.inf
-
-
-@dataclass
-class RowStats:
-    """Statistics of a chunk's tokens."""
-
-    logps: Tensor  # [c]
-    one_minus_p: Tensor  # [c] 1 - p_target, accurate when p_target is near 1
-    log_scale: Tensor  # [c, J] log P_j, where p_v = P_j q_v
-    entropy: Tensor | None  # [c]
-
-    def select(self, kept: Tensor) -> RowStats:
-        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
-
-
-def _statistics(sums: TileSums) -> RowStats:
-    empty = sums.mass < 0.5
-    largest = torch.where(empty, -torch.inf, sums.top).amax(1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    # logits are subtracted from each other first, so that their common size does not matter
-    relative = sums.top - largest
-    lse = torch.logsumexp(
-        torch.where(empty, -torch.inf, relative + sums.mass.log()), 1, keepdim=True
-    )
-    d = lse + (largest - sums.z_target[:, None])
-    zero = torch.zeros_like(d)
-    logps = -torch.logaddexp(zero, d)[:, 0]
-    log_others = -torch.logaddexp(zero, -d)  # log(1 - p_target)
-    log_scale = relative - sums.q_top.log() - lse + log_others
-    log_scale = torch.where(empty, -torch.inf, log_scale)
-    entropy = None
-    if sums.spread is not None:
-        scale = log_scale.exp()
-        others = scale * sums.spread - sums.mass * sums.q_top * torch.xlogy(scale, scale)
-        entropy = (_entr(logps) + others.sum(1)).clamp_min(0)
-    return RowStats(logps, torch.sigmoid(d)[:, 0], log_scale, entropy)
-
-
-def _entr(logp: Tensor) -> Tensor:
-    """-p log p, 0 at p = 0."""
-    p = logp.exp()
-    return torch.where(p > 0, -p * logp, 0.0)
-
-
 def _move_rows_up(x: Tensor, kept: Tensor) -> Tensor:
     """x[kept] in the memory of x: kept ascends, so no row is read after it was written."""
-    for b in _blocks(x[: kept.numel()]):
+    for b in row_blocks(x[: kept.numel()]):
         x[b] = x[kept[b]]
     return x[: kept.numel()]
 
@@ -404,7 +250,7 @@ def _shares(
     a, b = -g[:, None] * p_tile, None
     if e is not None and stats.entropy is not None:
         h = stats.entropy
-        at_target = at_target + e * (_entr(stats.logps) - stats.logps.exp() * h)
+        at_target = at_target + e * (entropy_term(stats.logps) - stats.logps.exp() * h)
         a = a - e[:, None] * (p_tile * h[:, None] + torch.xlogy(p_tile, p_tile))
         b = -e[:, None] * p_tile
     at_target = at_target[:, None] * jacobian
@@ -434,7 +280,7 @@ def _accumulate(
     x = rows.to(dtype)
     at_target = shares.target[:, None]
     dh = weight[target].to(dtype).mul_(at_target) if result.hidden_grad is not None else None
-    for j, v in enumerate(_tiles(weight.shape[0], work.tile)):
+    for j, v in enumerate(slices(weight.shape[0], work.tile)):
         dz, scale = exps[:, v], shares.scale[:, j, None]
         if shares.a is not None:
             dz = _dlogits(dz, shares, j, temperature, head)
@@ -442,7 +288,7 @@ def _accumulate(
             result.bias_grad[v] += dz.T.to(dtype) @ scale[:, 0]
         dz = dz.to(product)
         if dh is not None:
-            w = weight[v] if weight.dtype == product else work.weight_tile(weight, v)
+            w = weight[v] if weight.dtype == product else work.weight_tile(v)
             dh.addcmul_((dz @ w).to(dtype), scale)
         if result.weight_grad is not None:
             _add_product(result.weight_grad[v], dz.T, (x * scale).to(product))
@@ -460,7 +306,7 @@ def _dlogits(q: Tensor, shares: Shares, j: int, temperature: Tensor | float, hea
     assert shares.a is not None
     assert shares.b is not None
     dz = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for r in _blocks(dz):
+    for r in row_blocks(dz):
         log_q = q[r].clamp_min(torch.finfo(q.dtype).tiny).log_()
         torch.addcmul(shares.a[r, j, None], shares.b[r, j, None], log_q, out=dz[r]).mul_(q[r])
         if head.softcap is not None:

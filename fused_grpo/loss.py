@@ -13,11 +13,12 @@ from typing_extensions import Unpack
 
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
-from fused_grpo.chunked import Needs, compute_dtype, head_pass
+from fused_grpo.chunked import Needs, head_pass
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
 from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
 from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
+from fused_grpo.tiles import compute_dtype
 
 BACKENDS = ("auto", "chunked", "reference")
 

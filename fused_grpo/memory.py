@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 DEFAULT_CHUNK_BYTES = 100 * 2**20
+
+# Rows of a tile are worked on a few at a time, so that several passes over them stay in cache.
+BLOCK_BYTES = 2**20
 
 # Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
 # products, which sum bf16 operands in bf16.
@@ -30,9 +34,13 @@ def chunk_bytes_used(
         c v (itemsize + 2)       one tile of logits, or of their gradient and its rounded copy
         2 v H itemsize           a tile of the weight as fp32, and of its gradient
         4 c H itemsize           hidden states, scaled hidden states, their gradient, one temporary
+        16 c V / v itemsize      what is known of each token and tile
+        2 BLOCK_BYTES            temporaries of a block of rows, at most two tiles
     """
-    per_token = vocab * stored + tile * (itemsize + 2) + 4 * width * itemsize
-    return tokens * per_token + 2 * tile * width * itemsize
+    numbers = tile + 4 * width + 16 * math.ceil(vocab / tile)
+    per_token = vocab * stored + 2 * tile + numbers * itemsize
+    blocks = 2 * min(BLOCK_BYTES, tokens * tile * itemsize)
+    return tokens * per_token + 2 * tile * width * itemsize + blocks
 
 
 def plan_chunks(
@@ -46,9 +54,15 @@ def plan_chunks(
     tile = min(_MAX_TILE, weight_share // (2 * width * itemsize))
     tile = min(vocab, max(_MIN_TILE, tile))
 
-    left = chunk_bytes - chunk_bytes_used(0, tile, vocab, width, stored, itemsize)
-    per_token = chunk_bytes_used(1, tile, vocab, width, stored, itemsize) - (chunk_bytes - left)
-    tokens = max(1, left // per_token)
+    def used(tokens: int) -> int:
+        return chunk_bytes_used(tokens, tile, vocab, width, stored, itemsize)
+
+    many = 2 + BLOCK_BYTES // (tile * itemsize)  # from here on blocks are at their largest
+    per_token = used(many + 1) - used(many)
+    tokens = many + (chunk_bytes - used(many)) // per_token
+    if tokens < many:
+        tokens = max(1, chunk_bytes - used(0)) // (used(1) - used(0))
+    tokens = max(1, tokens)
     if stored == 0:
         tokens = min(tokens, _FORWARD_TOKENS)
     return ChunkPlan(tokens - tokens % 8 if tokens > 8 else tokens, tile)

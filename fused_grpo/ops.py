@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo.chunked import Head, HeadResult, Needs, Tokens, head_pass, plan_pass
+from fused_grpo.chunked import HeadResult, Needs, Tokens, head_pass, plan_pass
 from fused_grpo.objectives import Objective
+from fused_grpo.tiles import Head
 
 
 @dataclass(frozen=True)
