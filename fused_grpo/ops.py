@@ -112,8 +112,10 @@ class FusedLossFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         grads = ctx.saved_tensors
-        # handing the buffers over as they are saves a [V, H] copy in the usual case
-        if upstream.device.type != "cpu" or upstream != 1:
+        # handing the buffers over as they are saves a [V, H] copy in the usual case; with
+        # retain_graph they are wanted again, and the caller may change what it gets
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if kept or upstream.device.type != "cpu" or upstream != 1:
             grads = tuple(None if t is None else (t * upstream).to(t.dtype) for t in grads)
         return *grads, None, None, None
 
