@@ -203,7 +203,9 @@ def _one_chunk(
     if coefficients is None or exps is None:
         return
     g, e = coefficients(span, stats.logps, stats.entropy)
-    kept = ((g != 0) if e is None else (g != 0) | (e != 0)).nonzero().squeeze(1)
+    # clamp and minimum give g = 0 at NaN, which must not pass for a token that is done
+    live = (g != 0) | stats.logps.isnan()
+    kept = (live if e is None else live | (e != 0)).nonzero().squeeze(1)
     index = tokens.index[span]
     if kept.numel() < g.numel():  # tokens that cannot learn skip the backward
         exps = _move_rows_up(exps, kept)

@@ -214,8 +214,7 @@ def _values_and_gradient(
         leaf = logps.detach().requires_grad_()
         values = loss(leaf)
         (g,) = torch.autograd.grad((values * weights).sum(), leaf)
-    # clamp and minimum have gradient 0 at NaN, and a NaN must not look like a token that is done
-    return values.detach(), g.masked_fill(logps.isnan(), torch.nan)
+    return values.detach(), g
 
 
 def metrics(

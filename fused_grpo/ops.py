@@ -189,8 +189,7 @@ def _unit_coefficients(_: slice, logps: Tensor, __: Tensor | None) -> tuple[Tens
 
 
 def _scale_rows(u: Tensor, index: Tensor, g: Tensor, in_place: bool = False) -> Tensor:
-    """u [..., H] with row index[i] times g[i]; 0 elsewhere and where g = 0, whatever u holds."""
+    """u [..., H], whose rows are 0 but for those at `index`, with row index[i] times g[i]."""
     per_row = torch.zeros(u.shape[:-1], dtype=g.dtype, device=u.device)
     per_row.view(-1)[index] = g
-    scaled = u.mul_(per_row[..., None]) if in_place else (u * per_row[..., None]).to(u.dtype)
-    return scaled.masked_fill_(per_row[..., None] == 0, 0.0)
+    return u.mul_(per_row[..., None]) if in_place else (u * per_row[..., None]).to(u.dtype)

@@ -142,6 +142,19 @@ def test_gradient_is_that_of_the_formula_written_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_activation_checkpointing_and_autocast(tmp_path: Path, peft: Any) -> None:
+    plain, _ = first_step(trainer(tmp_path / "a", peft=peft))
+    again, _ = first_step(trainer(tmp_path / "b", peft=peft, gradient_checkpointing=True))
+    mixed, _ = first_step(trainer(tmp_path / "c", peft=peft, bf16=True, max_completion_length=1))
+    short, _ = first_step(trainer(tmp_path / "d", peft=peft, max_completion_length=1))
+    assert plain.keys() == again.keys() == mixed.keys()
+    for name, grad in plain.items():
+        torch.testing.assert_close(again[name], grad, atol=1e-6, rtol=1e-4, msg=name)
+    flat = [torch.cat([g.flatten() for g in grads.values()]) for grads in (mixed, short)]
+    assert torch.cosine_similarity(*flat, dim=0) > 0.98
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_ratio_is_one_on_fresh_samples_and_moves_afterwards(tmp_path: Path, peft: Any) -> None:
     run = trainer(tmp_path, peft=peft, num_iterations=3, max_steps=3, learning_rate=5e-2)
     run.train()

@@ -1,0 +1,79 @@
+"""The benchmark compares like with like, and writes what it promises."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # benchmarks/ is run from the root, and not installed
+
+from benchmarks import loss, measure, report  # noqa: E402
+from benchmarks.data import PADDING, _length_for_padding, synthetic_case  # noqa: E402
+from benchmarks.implementations import IMPLEMENTATIONS, exact, make_feed  # noqa: E402
+
+
+@pytest.mark.parametrize("item", IMPLEMENTATIONS, ids=lambda i: i.key)
+def test_every_implementation_computes_the_same_loss(item):
+    if reason := item.reason_to_skip(quick=True):
+        pytest.skip(reason)
+    tiny = synthetic_case(vocab=257, hidden=32, batch=4, length=12)
+    for options in ({}, {"loss_type": "grpo", "beta": 0.1, "temperature": 0.6}):
+        case = replace(tiny, **options).to(torch.float32)
+        error = measure.errors(item, make_feed(case, item.layout), exact(case))
+        assert error["loss"] < 1e-5, error
+        assert error["logps_max"] < 1e-4, error
+        assert error["dhidden"] < 1e-5, error
+        assert error["dweight"] < 1e-5, error
+
+
+def test_inputs_are_ragged_off_policy_and_padded_as_promised():
+    case = synthetic_case(vocab=257, hidden=32, batch=16, length=100)
+    assert case.padding == pytest.approx(PADDING, abs=0.02)
+    ratio = torch.exp(exact(case)[1] - case.old[case.mask])
+    assert 0.01 < float(((ratio < 0.8) | (ratio > 1.2)).double().mean()) < 0.2
+    lengths = torch.tensor([3, 10, 40, 100])
+    limit = _length_for_padding(lengths, 0.27)
+    empty = 1 - lengths.clamp(max=limit).double().mean() / limit
+    assert float(empty) == pytest.approx(0.27, abs=0.05)
+
+
+def test_a_quick_run_writes_json_table_and_plot(tmp_path, capsys):
+    only = ["--only", "eager", "--dtype", "fp32", "bf16"]
+    loss.main(["--quick", *only, "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "| fused-grpo | padded |" in printed
+    (path,) = tmp_path.glob("*-quick.json")
+    assert path.with_suffix(".png").stat().st_size > 1000
+    table = path.with_suffix(".md").read_text()
+    assert "% padding" in table
+    results = json.loads(path.read_text())
+    assert [c["dtype"] for c in results["cases"]] == ["fp32", "bf16"]
+    for case in results["cases"]:
+        ours = case["implementations"][0]
+        assert ours["ours"]
+        assert ours["peak_bytes"] > 0  # taken in a fresh process
+        assert all(len(i["seconds"]) >= 2 for i in case["implementations"])
+
+
+def test_verdict_compares_with_the_fastest_of_the_layout():
+    def row(name: str, layout: str, seconds: float, ours: bool = False) -> dict:
+        ratio = {"median": 1.0 / seconds}
+        return {
+            "name": name,
+            "layout": layout,
+            "median_s": seconds,
+            "ours": ours,
+            "ours_over_it": ratio,
+        }
+
+    rows = [row("ours", "padded", 1.0, True), row("a", "padded", 4.0), row("b", "padded", 2.0)]
+    case = {"dtype": "fp32", "implementations": [*rows, row("c", "counted", 1.1)]}
+    padded, counted = (report.verdict(case, layout) for layout in ("padded", "counted"))
+    assert (padded["fastest"], padded["ratio"], padded["holds"]) == ("b", 0.5, True)
+    assert (counted["fastest"], counted["holds"]) == ("c", False)
