@@ -108,7 +108,9 @@ def real_case(temperature: float = 1.0, seed: int = 0) -> Case:
     return _finish(f"SmolLM2-135M T={temperature:g}", torch.load(path), temperature, seed)
 
 
-def synthetic_case(vocab: int, hidden: int, batch: int, length: int, seed: int = 0) -> Case:
+def synthetic_case(
+    vocab: int, hidden: int, batch: int, length: int, temperature: float = 1.0, seed: int = 0
+) -> Case:
     """Random states and head with logits of a few nats, ragged lengths, about 27 % padding."""
     gen = torch.Generator().manual_seed(seed)
     # Lengths spread evenly over [1 - 2 * PADDING, 1] * T leave PADDING of the batch empty.
@@ -120,7 +122,7 @@ def synthetic_case(vocab: int, hidden: int, batch: int, length: int, seed: int =
         "ids": torch.randint(vocab, (batch, length), generator=gen),
         "mask": torch.arange(length) < lengths[:, None],
     }
-    return _finish(f"synthetic V={vocab} H={hidden}", tensors, 1.0, seed)
+    return _finish(f"synthetic V={vocab} H={hidden}", tensors, temperature, seed)
 
 
 def _finish(name: str, tensors: dict[str, Tensor], temperature: float, seed: int) -> Case:

@@ -50,12 +50,15 @@ class Implementation:
     package: str = "torch"
     ours: bool = False
     compiled: bool = False  # takes seconds to start: left out of quick runs
+    half_only: bool = False  # nothing new in fp32
     note: str = ""
 
-    def reason_to_skip(self, quick: bool = False) -> str | None:
+    def reason_to_skip(self, dtype: torch.dtype, quick: bool = False) -> str | None:
         """Why it does not run here, or None."""
         if find_spec(self.package) is None:
             return f"{self.package} is not installed"
+        if self.half_only and dtype.itemsize > 2:
+            return "the same as another in fp32"
         return "compiling takes too long for --quick" if quick and self.compiled else None
 
     @property
@@ -269,6 +272,13 @@ IMPLEMENTATIONS = (
         "eager", "padded", from_logprobs(eager_log_softmax), note="log_softmax, as users run it"
     ),
     Implementation("eager, cross_entropy", "padded", from_logprobs(eager_cross_entropy)),
+    Implementation(
+        "eager, torch.compile",
+        "padded",
+        from_logprobs(eager_compiled),
+        compiled=True,
+        note="inductor",
+    ),
     Implementation("TRL chunked", "padded", from_logprobs(trl_chunked), "trl"),
     Implementation("Liger", "padded", liger(compiled=False), "liger_kernel"),
     Implementation(
@@ -280,6 +290,7 @@ IMPLEMENTATIONS = (
         "eager, low precision",
         "counted",
         from_logprobs(eager_low_precision),
+        half_only=True,
         note="cross_entropy on the logits as they are, no fp32 copy",
     ),
     Implementation(

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     progress(case.describe())
-    chosen, skipped = choose(args.only, args.quick)
+    chosen, skipped = choose(args.only, case.hidden.dtype, args.quick)
     progress("the exact answer, in fp64")
     truth = exact(case)
     clipped = clipped_share(case, truth[1])
@@ -161,13 +161,13 @@ def clipped_share(case: Case, logps: Tensor) -> float:
 
 
 def choose(
-    only: list[str] | None, quick: bool
+    only: list[str] | None, dtype: torch.dtype, quick: bool
 ) -> tuple[list[Implementation], list[dict[str, str]]]:
     """The implementations to run, and why the others of them cannot."""
     wanted = [
         i for i in IMPLEMENTATIONS if not only or i.name == OURS or any(o in i.name for o in only)
     ]
-    skipped = {i: why for i in wanted if (why := i.reason_to_skip(quick))}
+    skipped = {i: why for i in wanted if (why := i.reason_to_skip(dtype, quick))}
     for item, why in skipped.items():
         progress(f"skipping {item.key}: {why}")
     return (
