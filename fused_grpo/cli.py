@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from typing import Any
 
 TASK_NAMES = ("addition", "copying", "digits")  # of trainer.tasks, which is slow to import
@@ -98,6 +99,9 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
 def train(options: argparse.Namespace, rest: list[str]) -> None:
     """`fused-grpo train`."""
     import torch
+
+    # of peft about transformers, and nothing that a user of the command could do
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
     from fused_grpo.trainer import demo, models
     from fused_grpo.trainer.tasks import make_task

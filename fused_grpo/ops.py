@@ -153,7 +153,7 @@ def loss_pass(
     def known(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return g[span], objective.entropy_gradient(span)
 
-    plan = plan_pass(hidden, head, needs, call.chunk_bytes)
+    plan = plan_pass(tokens, head, needs, call.chunk_bytes)
     if needs.any_grad and (objective.local or n <= plan.tokens):
         return head_pass(tokens, head, needs, evaluate, call.chunk_bytes), per_token, g
     unit = _only_hidden(needs) and objective.spec.entropy_coef == 0

@@ -106,6 +106,7 @@ def run(
         trainer.model = trainer.model.merge_and_unload()
     after = trainer.evaluate()["eval_reward"]
     out = Path(args.output_dir or ".")
+    trainer.model.config.use_cache = True  # the Trainer turns it off
     trainer.model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     plot = None
