@@ -143,11 +143,12 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("old", [True, False], ids=["old", "fresh"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("name", ALONE)
-def test_each_option_alone(name: str, layout: str) -> None:
+def test_each_option_alone(name: str, layout: str, old: bool) -> None:
     options = ALONE[name]
-    case = make_case(vocab=61, ref="beta" in options, bias=True, **options)
+    case = make_case(vocab=61, old=old, ref="beta" in options, bias=True, **options)
     check(pack(case) if layout == "packed" else case, chunk_bytes=1 << 14)
 
 
