@@ -51,6 +51,7 @@ class Implementation:
     ours: bool = False
     compiled: bool = False  # takes seconds to start: left out of quick runs
     half_only: bool = False  # nothing new in fp32
+    extra: bool = False  # a way to speed up or sharpen eager code, beside what people run
     note: str = ""
 
     def reason_to_skip(self, dtype: torch.dtype, quick: bool = False) -> str | None:
@@ -130,6 +131,12 @@ def _cross_entropy(z: Tensor, ids: Tensor) -> Tensor:
 
 def eager_cross_entropy(feed: Feed) -> Tensor:
     return _cross_entropy(logits(feed.hidden, feed.weight, feed.case.temperature), feed.ids)
+
+
+def eager_fp32_head(feed: Feed) -> Tensor:
+    """The exact logits of bf16 inputs, as with TRL's `cast_lm_head_to_fp32`."""
+    z = logits(feed.hidden.float(), feed.weight.float(), feed.case.temperature)
+    return _cross_entropy(z, feed.ids)
 
 
 def eager_low_precision(feed: Feed) -> Tensor:
@@ -271,12 +278,23 @@ IMPLEMENTATIONS = (
     Implementation(
         "eager", "padded", from_logprobs(eager_log_softmax), note="log_softmax, as users run it"
     ),
-    Implementation("eager, cross_entropy", "padded", from_logprobs(eager_cross_entropy)),
+    Implementation(
+        "eager, cross_entropy", "padded", from_logprobs(eager_cross_entropy), extra=True
+    ),
+    Implementation(
+        "eager, fp32 head",
+        "padded",
+        from_logprobs(eager_fp32_head),
+        half_only=True,
+        extra=True,
+        note="hidden.float() @ weight.float().T",
+    ),
     Implementation(
         "eager, torch.compile",
         "padded",
         from_logprobs(eager_compiled),
         compiled=True,
+        extra=True,
         note="inductor",
     ),
     Implementation("TRL chunked", "padded", from_logprobs(trl_chunked), "trl"),
@@ -285,22 +303,38 @@ IMPLEMENTATIONS = (
         "Liger, compiled", "padded", liger(compiled=True), "liger_kernel", compiled=True
     ),
     Implementation("eager", "counted", from_logprobs(eager_log_softmax)),
-    Implementation("eager, cross_entropy", "counted", from_logprobs(eager_cross_entropy)),
+    Implementation(
+        "eager, cross_entropy", "counted", from_logprobs(eager_cross_entropy), extra=True
+    ),
+    Implementation(
+        "eager, fp32 head",
+        "counted",
+        from_logprobs(eager_fp32_head),
+        half_only=True,
+        extra=True,
+        note="hidden.float() @ weight.float().T",
+    ),
     Implementation(
         "eager, low precision",
         "counted",
         from_logprobs(eager_low_precision),
         half_only=True,
+        extra=True,
         note="cross_entropy on the logits as they are, no fp32 copy",
     ),
     Implementation(
-        "eager, 256 at a time", "counted", eager_in_chunks, note="a backward per chunk of tokens"
+        "eager, 256 at a time",
+        "counted",
+        eager_in_chunks,
+        extra=True,
+        note="a backward per chunk of tokens",
     ),
     Implementation(
         "eager, torch.compile",
         "counted",
         from_logprobs(eager_compiled),
         compiled=True,
+        extra=True,
         note="inductor",
     ),
     Implementation("TRL chunked", "counted", from_logprobs(trl_chunked), "trl"),
@@ -309,6 +343,7 @@ IMPLEMENTATIONS = (
         "counted",
         from_logprobs(liger_logprobs),
         "liger_kernel",
+        extra=True,
         note="the log-probabilities of its loss, and the plain loss",
     ),
     Implementation(

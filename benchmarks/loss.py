@@ -54,11 +54,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--memory", action="store_true", help="instead: our peak memory as the tokens grow")
     add("--width", type=int, help="H of --memory, 64 by default")
     add("--quick", action="store_true", help="tiny inputs, two rounds: does everything run?")
-    add("--name", default="loss", help="of the files: <machine>-<name>.json, .md, .png")
+    add("--name", help="of the files, <machine>-<name>.json and so on: loss or memory by default")
     add("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(argv)
+    args.name = args.name or ("quick-" * args.quick + ("memory" if args.memory else "loss"))
     if args.quick:
-        args.shape, args.rounds, args.peak, args.name = ["tiny"], 2, "ours", "quick"
+        args.shape, args.rounds, args.peak = ["tiny"], 2, "ours"
     return args
 
 
@@ -109,6 +110,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
                 "name": item.name,
                 "layout": item.layout,
                 "ours": item.ours,
+                "extra": item.extra,
                 "note": item.note,
                 "median_s": timing.median,
                 "seconds": timing.seconds,

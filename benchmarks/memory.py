@@ -40,7 +40,7 @@ def main(args: Any, results: dict[str, Any]) -> None:
                 rows.append(row | run_fresh(command))
                 print(line(rows[-1]), flush=True)
     results["memory"] = rows
-    write(results, vocab, width, args.out, "quick-memory" if args.quick else "memory")
+    write(results, vocab, width, args.out, args.name)
 
 
 def measure_one(row: dict[str, Any]) -> dict[str, float]:

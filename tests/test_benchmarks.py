@@ -48,7 +48,7 @@ def test_a_quick_run_writes_json_table_and_plot(tmp_path, capsys):
     loss.main(["--quick", *only, "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "| fused-grpo | padded |" in printed
-    (path,) = tmp_path.glob("*-quick.json")
+    (path,) = tmp_path.glob("*-quick-loss.json")
     assert path.with_suffix(".png").stat().st_size > 1000
     table = path.with_suffix(".md").read_text()
     assert "% padding" in table
@@ -62,18 +62,30 @@ def test_a_quick_run_writes_json_table_and_plot(tmp_path, capsys):
 
 
 def test_verdict_compares_with_the_fastest_of_the_layout():
-    def row(name: str, layout: str, seconds: float, ours: bool = False) -> dict:
+    def row(name: str, layout: str, seconds: float, ours: bool = False, extra: bool = False):
         ratio = {"median": 1.0 / seconds}
         return {
             "name": name,
             "layout": layout,
             "median_s": seconds,
             "ours": ours,
+            "extra": extra,
             "ours_over_it": ratio,
         }
 
-    rows = [row("ours", "padded", 1.0, True), row("a", "padded", 4.0), row("b", "padded", 2.0)]
-    case = {"dtype": "fp32", "implementations": [*rows, row("c", "counted", 1.1)]}
-    padded, counted = (report.verdict(case, layout) for layout in ("padded", "counted"))
-    assert (padded["fastest"], padded["ratio"], padded["holds"]) == ("b", 0.5, True)
-    assert (counted["fastest"], counted["holds"]) == ("c", False)
+    rows = [
+        row("ours", "padded", 1.0, ours=True),
+        row("a", "padded", 4.0),
+        row("b", "padded", 2.0),
+        row("c", "padded", 1.6, extra=True),
+        row("d", "counted", 1.1),
+    ]
+    case = {"dtype": "fp32", "implementations": rows}
+
+    def outcome(layout: str, extras: bool) -> tuple:
+        found = report.verdict(case, layout, extras)
+        return found["fastest"], found["ratio"], found["holds"]
+
+    assert outcome("padded", False) == ("b", 1 / 2, True)
+    assert outcome("padded", True) == ("c", 1 / 1.6, True)
+    assert outcome("counted", True) == ("d", 1 / 1.1, False)
