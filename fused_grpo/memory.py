@@ -50,6 +50,7 @@ def plan_chunks(
 
     One token and a tile of 64 entries are the minimum, whatever the budget.
     """
+    chunk_bytes -= chunk_bytes // 6  # left to what the matrix libraries allocate themselves
     weight_share = chunk_bytes // 5  # two tiles of the weight get at most this
     tile = min(_MAX_TILE, weight_share // (2 * width * itemsize))
     tile = min(vocab, max(_MIN_TILE, tile))
