@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_grpo import fast_bf16
 from fused_grpo.memory import ChunkPlan, plan_chunks
 from fused_grpo.tiles import (
     Head,
@@ -110,10 +109,10 @@ def head_pass(
 
 
 def plan_pass(tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int) -> ChunkPlan:
-    """The chunks of a pass."""
+    """The chunks of a pass; softmaxes are kept for the gradients only."""
     (vocab, width), itemsize = head.weight.shape, compute_dtype(tokens.hidden, head.weight).itemsize
-    stored = _stored_dtype(tokens, head, needs)
-    return plan_chunks(chunk_bytes, vocab, width, stored.itemsize if stored else 0, itemsize)
+    stored = _stored_dtype(tokens.hidden, head, needs).itemsize if needs.any_grad else 0
+    return plan_chunks(chunk_bytes, vocab, width, stored, itemsize)
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -126,17 +125,11 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return compute_dtype(hidden, weight)
 
 
-def _stored_dtype(tokens: Tokens, head: Head, needs: Needs) -> torch.dtype | None:
-    """Of the chunk's softmaxes, which are kept for the gradients' products, or None."""
-    if not needs.any_grad:
-        return torch.bfloat16 if _is_fast(tokens, head, needs) else None
-    if needs.entropy_grad or head.softcap is not None:  # their logarithms are wanted again
-        return compute_dtype(tokens.hidden, head.weight)
-    return product_dtype(tokens.hidden, head.weight)
-
-
-def _is_fast(tokens: Tokens, head: Head, needs: Needs) -> bool:
-    return fast_bf16.applies(tokens.hidden, head, tokens.temperature, needs.entropy)
+def _stored_dtype(hidden: Tensor, head: Head, needs: Needs) -> torch.dtype:
+    """Softmaxes wait as operands of the products, unless their logarithms are wanted again."""
+    if needs.entropy_grad or head.softcap is not None:
+        return compute_dtype(hidden, head.weight)
+    return product_dtype(hidden, head.weight)
 
 
 def _fast_bf16(x: Tensor) -> bool:
@@ -166,18 +159,18 @@ class _Workspace:
     tile: int
     weight: Tensor  # [V, H]
     converted: Tensor | None  # [tile, H] a tile of the weight as fp32, where it is not
-    exps: Tensor | None  # [c, V] softmaxes of the tiles
-    fast: bool  # try fast_bf16 first
+    exps: Tensor | None  # [c, V] softmaxes of the tiles, for gradients only
 
     @staticmethod
     def allocate(tokens: int, tile: int, of: Tokens, head: Head, needs: Needs) -> _Workspace:
         weight, dtype = head.weight, compute_dtype(of.hidden, head.weight)
-        stored, converted, exps = _stored_dtype(of, head, needs), None, None
-        if stored is not None:
+        converted, exps = None, None
+        if needs.any_grad:
+            stored = _stored_dtype(of.hidden, head, needs)
             exps = weight.new_empty(tokens, weight.shape[0], dtype=stored)
         if weight.dtype != dtype:
             converted = weight.new_empty(tile, weight.shape[1], dtype=dtype)
-        return _Workspace(tile, weight, converted, exps, _is_fast(of, head, needs))
+        return _Workspace(tile, weight, converted, exps)
 
     def weight_tile(self, v: slice) -> Tensor:
         """[v, H] in the dtype of the logits; valid until the next call."""
@@ -199,13 +192,9 @@ def _one_chunk(
     if isinstance(temperature, Tensor):
         temperature = temperature[span].to(result.logps.dtype)[:, None]
     exps = None if work.exps is None else work.exps[: rows.shape[0]]
-    sums = None
-    if work.fast and exps is not None:
-        sums = fast_bf16.exponentials(rows, target, head.weight, work.tile, exps)
-    if sums is None:
-        sums = tile_softmax(
-            rows, target, temperature, head, work.tile, work.weight_tile, exps, needs.entropy
-        )
+    sums = tile_softmax(
+        rows, target, temperature, head, work.tile, work.weight_tile, exps, needs.entropy
+    )
     stats = row_statistics(sums)
     result.logps[span] = stats.logps
     if result.entropy is not None and stats.entropy is not None:
@@ -292,9 +281,8 @@ def _accumulate(
     x = rows.to(dtype)
     at_target = shares.target[:, None]
     dh = weight[target].to(dtype).mul_(at_target) if result.hidden_grad is not None else None
-    last = shares.scale.shape[1] - 1  # 0 where one softmax spans all tiles
     for j, v in enumerate(slices(weight.shape[0], work.tile)):
-        dz, scale = exps[:, v], shares.scale[:, min(j, last), None]
+        dz, scale = exps[:, v], shares.scale[:, j, None]
         if shares.a is not None:
             dz = _dlogits(dz, shares, j, temperature, head)
         if result.bias_grad is not None:

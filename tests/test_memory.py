@@ -169,7 +169,7 @@ def test_chunk_bytes_bounds_training_too() -> None:
     peaks = [track(call | {"chunk_bytes": size}).peak for size in (1 << 17, 1 << 18, 1 << 20)]
     assert peaks == sorted(peaks)
     assert peaks[0] < fixed + (1 << 17)
-    assert peaks[-1] > fixed + (1 << 18)
+    assert peaks[-1] > peaks[0] + (1 << 17), "the budget changes nothing"
 
 
 # Work, in multiplications of matrix products
