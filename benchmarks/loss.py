@@ -94,11 +94,9 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     truth = exact(case)
     clipped = clipped_share(case, truth[1])
     feeds = {layout: make_feed(case, layout) for layout in ("padded", "counted")}
-    errors = {}
-    for item in chosen:
-        progress(f"checking {item.key}")
-        errors[item.key] = measure.errors(item, feeds[item.layout], truth)
+    errors = check_all(chosen, skipped, feeds, truth)
     del truth
+    chosen = [item for item in chosen if item.key in errors]
     timings = time_all(case, chosen, feeds, args)
     del feeds
     base = timings.get(f"{OURS}/padded") or timings[chosen[0].key]
@@ -133,6 +131,27 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def check_all(
+    chosen: list[Implementation],
+    skipped: list[dict[str, str]],
+    feeds: dict[str, Feed],
+    truth: tuple[Tensor, ...],
+) -> dict[str, dict[str, float]]:
+    """Errors by implementation; one of another library's that fails joins the skipped ones."""
+    errors = {}
+    for item in chosen:
+        progress(f"checking {item.key}")
+        try:
+            errors[item.key] = measure.errors(item, feeds[item.layout], truth)
+        except Exception as error:
+            if item.ours:
+                raise
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            progress(f"skipping {item.key}: {reason}")
+            skipped.append({"name": item.name, "layout": item.layout, "reason": reason})
+    return errors
+
+
 def time_all(
     case: Case, chosen: list[Implementation], feeds: dict[str, Feed], args: argparse.Namespace
 ) -> dict[str, measure.Timing]:
@@ -151,7 +170,13 @@ def peak(item: Implementation, case: Case, whose: str) -> float | None:
     if whose == "none" or (whose == "ours" and not item.ours):
         return None
     progress(f"memory of {item.key}")
-    return measure.peak_memory(item, case)
+    try:
+        return measure.peak_memory(item, case)
+    except RuntimeError as error:  # another library's failure must not lose the times
+        if item.ours:
+            raise
+        progress(f"no memory figure: {error}")
+        return None
 
 
 def clipped_share(case: Case, logps: Tensor) -> float:

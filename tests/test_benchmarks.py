@@ -16,7 +16,7 @@ sys.path.append(str(ROOT))  # benchmarks/ is run from the root, and not installe
 
 from benchmarks import loss, measure, report  # noqa: E402
 from benchmarks.data import PADDING, _length_for_padding, synthetic_case  # noqa: E402
-from benchmarks.implementations import IMPLEMENTATIONS, exact, make_feed  # noqa: E402
+from benchmarks.implementations import IMPLEMENTATIONS, Implementation, exact, make_feed  # noqa: E402
 
 
 @pytest.mark.parametrize("item", IMPLEMENTATIONS, ids=lambda i: i.key)
@@ -59,6 +59,23 @@ def test_a_quick_run_writes_json_table_and_plot(tmp_path, capsys):
         assert ours["ours"]
         assert ours["peak_bytes"] > 0  # taken in a fresh process
         assert all(len(i["seconds"]) >= 2 for i in case["implementations"])
+
+
+def test_a_failure_of_another_library_is_reported_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    def broken(feed):
+        raise RuntimeError("no such kernel")
+
+    ours = next(i for i in IMPLEMENTATIONS if i.ours)
+    items = (ours, Implementation("broken", "padded", broken))
+    monkeypatch.setattr(loss, "IMPLEMENTATIONS", items)
+    monkeypatch.setattr(measure, "peak_memory", lambda item, case: 1.0)
+    loss.main(["--quick", "--dtype", "fp32", "--out", str(tmp_path)])
+    assert "Skipped: broken (RuntimeError: no such kernel)" in capsys.readouterr().out
+    monkeypatch.setattr(loss, "IMPLEMENTATIONS", (replace(ours, run=broken),))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        loss.main(["--quick", "--dtype", "fp32", "--out", str(tmp_path)])
 
 
 def test_verdict_compares_with_the_fastest_of_the_layout():
