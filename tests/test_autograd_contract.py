@@ -344,13 +344,17 @@ def test_mixed_dtypes(
         assert_gradient(name, got.grads[name], want.grads[name], dtype, 5e-3)
 
 
-def test_autocast_changes_no_bit_of_float32() -> None:
-    case = make_case(vocab=37, ref=False, dtype=torch.float32)
-    plain = ours(case)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype: torch.dtype, reduction: str) -> None:
+    """I7: no product inside the op is cast, in the forward or in the backward."""
+    case = make_case(vocab=37, beta=0.1, bias=True, dtype=dtype)
+    plain = ours(case, reduction=reduction)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = ours(case)
+        cast = ours(case, reduction=reduction)
     assert torch.equal(plain.output.loss, cast.output.loss)
-    assert torch.equal(plain.grads["weight"], cast.grads["weight"])
+    for name, grad in plain.grads.items():
+        assert torch.equal(cast.grads[name], grad), name
 
 
 class TiedModel(nn.Module):
