@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_grpo import rounded
 from fused_grpo.memory import ChunkPlan, plan_chunks
 from fused_grpo.tiles import (
     Head,
@@ -102,6 +103,8 @@ def head_pass(
         for span in slices(n, plan.tokens):
             _one_chunk(tokens, head, needs, coefficients, span, work, result)
     if result.weight_grad is not None:
+        if not work.written:
+            result.weight_grad.zero_()
         result.weight_grad = result.weight_grad.to(head.weight.dtype)
     if result.bias_grad is not None and head.bias is not None:
         result.bias_grad = result.bias_grad.to(head.bias.dtype)
@@ -143,11 +146,14 @@ def _empty_result(tokens: Tokens, head: Head, needs: Needs) -> HeadResult:
     def zeros(like: Tensor, as_dtype: torch.dtype) -> Tensor:
         return torch.zeros(like.shape, dtype=as_dtype, device=like.device)
 
+    def empty(like: Tensor, as_dtype: torch.dtype) -> Tensor:
+        return torch.empty(like.shape, dtype=as_dtype, device=like.device)
+
     return HeadResult(
         logps=torch.empty(n, dtype=dtype, device=hidden.device),
         entropy=torch.empty(n, dtype=dtype, device=hidden.device) if needs.entropy else None,
         hidden_grad=zeros(hidden, hidden.dtype) if needs.hidden_grad else None,
-        weight_grad=zeros(head.weight, dtype) if needs.weight_grad else None,
+        weight_grad=empty(head.weight, dtype) if needs.weight_grad else None,  # see `_accumulate`
         bias_grad=zeros(head.bias, dtype) if needs.bias_grad and head.bias is not None else None,
     )
 
@@ -160,6 +166,7 @@ class _Workspace:
     weight: Tensor  # [V, H]
     converted: Tensor | None  # [tile, H] a tile of the weight as fp32, where it is not
     exps: Tensor | None  # [c, V] softmaxes of the tiles, for gradients only
+    written: bool = False  # whether weight_grad holds a sum yet
 
     @staticmethod
     def allocate(tokens: int, tile: int, of: Tokens, head: Head, needs: Needs) -> _Workspace:
@@ -192,9 +199,13 @@ def _one_chunk(
     if isinstance(temperature, Tensor):
         temperature = temperature[span].to(result.logps.dtype)[:, None]
     exps = None if work.exps is None else work.exps[: rows.shape[0]]
-    sums = tile_softmax(
-        rows, target, temperature, head, work.tile, work.weight_tile, exps, needs.entropy
-    )
+    sums = None
+    if rounded.applies(rows, head, tokens.temperature, needs.entropy):
+        sums = rounded.exponentials(rows, target, head.weight, work.tile, exps)
+    if sums is None:
+        sums = tile_softmax(
+            rows, target, temperature, head, work.tile, work.weight_tile, exps, needs.entropy
+        )
     stats = row_statistics(sums)
     result.logps[span] = stats.logps
     if result.entropy is not None and stats.entropy is not None:
@@ -280,9 +291,11 @@ def _accumulate(
     product = product_dtype(rows, weight)
     x = rows.to(dtype)
     at_target = shares.target[:, None]
-    dh = weight[target].to(dtype).mul_(at_target) if result.hidden_grad is not None else None
+    dh = torch.zeros_like(x) if result.hidden_grad is not None else None
+    one_softmax = shares.scale.shape[1] == 1
+    scaled: Tensor | None = None
     for j, v in enumerate(slices(weight.shape[0], work.tile)):
-        dz, scale = exps[:, v], shares.scale[:, j, None]
+        dz, scale = exps[:, v], shares.scale[:, 0 if one_softmax else j, None]
         if shares.a is not None:
             dz = _dlogits(dz, shares, j, temperature, head)
         if result.bias_grad is not None:
@@ -290,13 +303,18 @@ def _accumulate(
         dz = dz.to(product)
         if dh is not None:
             w = weight[v] if weight.dtype == product else work.weight_tile(v)
-            dh.addcmul_((dz @ w).to(dtype), scale)
+            dh += dz @ w if one_softmax else (dz @ w).to(dtype).mul_(scale)
         if result.weight_grad is not None:
-            _add_product(result.weight_grad[v], dz.T, (x * scale).to(product))
+            if scaled is None or not one_softmax:
+                scaled = (x * scale).to(product)
+            _add_product(result.weight_grad[v], dz.T, scaled, work.written)
     if dh is not None and result.hidden_grad is not None:
+        dh = dh.mul_(shares.scale) if one_softmax else dh
+        dh.addcmul_(weight[target].to(dtype), at_target)
         flat = result.hidden_grad.view(-1, rows.shape[1])
         flat[index] = dh.to(flat.dtype)
     if result.weight_grad is not None:
+        work.written = True
         _add_rows(result.weight_grad, target, x * at_target)
     if result.bias_grad is not None:
         _add_rows(result.bias_grad, target, shares.target)
@@ -317,11 +335,14 @@ def _dlogits(q: Tensor, shares: Shares, j: int, temperature: Tensor | float, hea
     return dz
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, written: bool) -> None:
+    """total += a @ b; total = a @ b where nothing was written to it before."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
+        torch.addmm(total, a, b, beta=int(written), out=total)
+    elif written:
         total += a @ b
+    else:
+        total.copy_(a @ b)
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:

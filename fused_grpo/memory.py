@@ -53,7 +53,7 @@ def plan_chunks(
     chunk_bytes -= chunk_bytes // 6  # left to what the matrix libraries allocate themselves
     weight_share = chunk_bytes // 5  # two tiles of the weight get at most this
     tile = min(_MAX_TILE, weight_share // (2 * width * itemsize))
-    tile = min(vocab, max(_MIN_TILE, tile))
+    tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
 
     def used(tokens: int) -> int:
         return chunk_bytes_used(tokens, tile, vocab, width, stored, itemsize)
