@@ -115,7 +115,7 @@ def plan_pass(tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int) -> Chu
     """The chunks of a pass; softmaxes are kept for the gradients only."""
     (vocab, width), itemsize = head.weight.shape, compute_dtype(tokens.hidden, head.weight).itemsize
     stored = _stored_dtype(tokens.hidden, head, needs).itemsize if needs.any_grad else 0
-    return plan_chunks(chunk_bytes, vocab, width, stored, itemsize)
+    return plan_chunks(chunk_bytes, vocab, width, stored, itemsize, tokens.index.numel())
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

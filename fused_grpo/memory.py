@@ -13,7 +13,8 @@ BLOCK_BYTES = 2**20
 # Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
 # products, which sum bf16 operands in bf16.
 _MIN_TILE, _MAX_TILE = 64, 4096
-_FORWARD_TOKENS = 1024  # without gradients nothing is gained by more
+_FORWARD_TOKENS = 512  # without gradients nothing is gained by more
+_VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
 
 
 class ChunkPlan(NamedTuple):
@@ -44,26 +45,29 @@ def chunk_bytes_used(
 
 
 def plan_chunks(
-    chunk_bytes: int, vocab: int, width: int, stored: int = 4, itemsize: int = 4
+    chunk_bytes: int, vocab: int, width: int, stored: int = 4, itemsize: int = 4, tokens: int = 0
 ) -> ChunkPlan:
     """The largest chunk for which `chunk_bytes_used` stays inside `chunk_bytes`.
 
-    One token and a tile of 64 entries are the minimum, whatever the budget.
+    A fifth is left to what the matrix libraries allocate themselves, and up to half of the rest to
+    the vectors of all `tokens` of the call. One token and a tile of 64 entries are the minimum,
+    whatever the budget.
     """
-    chunk_bytes -= chunk_bytes // 6  # left to what the matrix libraries allocate themselves
+    chunk_bytes -= chunk_bytes // 5
+    chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
     weight_share = chunk_bytes // 5  # two tiles of the weight get at most this
     tile = min(_MAX_TILE, weight_share // (2 * width * itemsize))
     tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
 
-    def used(tokens: int) -> int:
-        return chunk_bytes_used(tokens, tile, vocab, width, stored, itemsize)
+    def used(c: int) -> int:
+        return chunk_bytes_used(c, tile, vocab, width, stored, itemsize)
 
     many = 2 + BLOCK_BYTES // (tile * itemsize)  # from here on blocks are at their largest
     per_token = used(many + 1) - used(many)
-    tokens = many + (chunk_bytes - used(many)) // per_token
-    if tokens < many:
-        tokens = max(1, chunk_bytes - used(0)) // (used(1) - used(0))
-    tokens = max(1, tokens)
+    fits = many + (chunk_bytes - used(many)) // per_token
+    if fits < many:
+        fits = max(1, chunk_bytes - used(0)) // (used(1) - used(0))
+    fits = max(1, fits)
     if stored == 0:
-        tokens = min(tokens, _FORWARD_TOKENS)
-    return ChunkPlan(tokens - tokens % 8 if tokens > 8 else tokens, tile)
+        fits = min(fits, _FORWARD_TOKENS)
+    return ChunkPlan(fits - fits % 8 if fits > 8 else fits, tile)
