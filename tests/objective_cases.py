@@ -139,10 +139,11 @@ def make(
 
 
 def sampler_logps(case: Case) -> Tensor:
-    """Near the old log-probs, a row and a token far off, two unknown."""
+    """Near the old log-probs, two rows and a token far off, two unknown."""
     g = torch.Generator().manual_seed(5)
     base = case.tensors.get("old_per_token_logps", exact_logps(case))
-    noise = 0.15 * torch.randn(case.ids.shape, generator=g, dtype=torch.float64)
+    noise = 0.25 * torch.randn(case.ids.shape, generator=g, dtype=torch.float64)
+    noise[0] -= 0.3
     noise[2] += 0.2
     noise[1, 3] = 0.6
     noise[0, 6] = noise[3, 0] = math.nan
