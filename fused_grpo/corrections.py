@@ -137,7 +137,7 @@ def _weights(d: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
     low = spec.sampling_ratio_min or 0.0
     high = DEFAULT_RATIO_MAX if spec.sampling_ratio_max is None else spec.sampling_ratio_max
     if chosen.masks:
-        return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+        return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
     return ratio.clamp(low, high)
 
 
@@ -147,7 +147,7 @@ def _keep(d: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
     d = clamp_log_ratio(d, spec.log_ratio_clamp)
     keep = torch.ones_like(d, dtype=torch.bool)
     for name, bound in (spec.rejection or {}).items():
-        keep &= _within(name, bound, d, batch)
+        keep &= ~_beyond(name, bound, d, batch)
     low = math.log(spec.veto_ratio_min) if spec.veto_ratio_min else -math.inf
     high = math.log(spec.veto_ratio_max) if spec.veto_ratio_max else math.inf
     if math.isfinite(low) or math.isfinite(high):
@@ -156,8 +156,8 @@ def _keep(d: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
     return keep
 
 
-def _within(name: str, bound: object, d: Tensor, batch: TokenBatch) -> Tensor:
-    """[n] whether a token passes one criterion."""
+def _beyond(name: str, bound: object, d: Tensor, batch: TokenBatch) -> Tensor:
+    """[n] whether a token fails one criterion; a NaN, which must be seen, does not."""
     level, _, divergence = name.rpartition("_")
     values = DIVERGENCES[divergence](d)
     if level == "seq_max":
@@ -167,8 +167,8 @@ def _within(name: str, bound: object, d: Tensor, batch: TokenBatch) -> Tensor:
         values = LEVELS[at_level](values, batch.sequence, batch.lengths)
     if divergence == "k1":  # bounds of the ratio sampler / policy: k1 is its logarithm
         low, high = _ratio_bounds(name, bound)
-        return (values >= math.log(low)) & (values <= math.log(high))
-    return values <= bound  # type: ignore[operator]
+        return (values < math.log(low)) | (values > math.log(high))
+    return values > bound  # type: ignore[operator]
 
 
 def statistics(policy: Tensor, batch: TokenBatch) -> dict[str, Tensor]:

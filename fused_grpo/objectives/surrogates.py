@@ -1,5 +1,7 @@
 """Every surrogate once: (TokenView, LossSpec) -> the policy loss of each token [n].
 
+Masks say what goes, so that a NaN stays and is seen.
+
 Notation: l log-probability, rho ratio at its level, A advantage, sg() detached, tau a penalty. The
 gradient is autograd of these lines on vectors of length n. docs/objectives.md has the table.
 """
@@ -96,8 +98,8 @@ def importance_sampling(t: TokenView, spec: LossSpec) -> Tensor:
 def masked_importance_sampling(t: TokenView, spec: LossSpec) -> Tensor:
     """-sg(rho) A l where 1 - eps_low < rho < 1 + eps_high, and 0 elsewhere."""
     ratio = t.ratio.detach()
-    inside = (ratio > 1 - spec.epsilon_low) & (ratio < 1 + spec.upper)
-    return torch.where(inside, -ratio * t.advantages * t.logps, 0.0)
+    beyond = (ratio <= 1 - spec.epsilon_low) | (ratio >= 1 + spec.upper)
+    return torch.where(beyond, 0.0, -ratio * t.advantages * t.logps)
 
 
 def dppo_tv(t: TokenView, spec: LossSpec) -> Tensor:
@@ -119,7 +121,7 @@ def within_tv(t: TokenView, spec: LossSpec) -> Tensor:
     """[n] whether a token's probability may still move on in the direction of its advantage."""
     moved = t.logps.detach().exp() - t.old.exp()
     low, high = spec.option("divergence_low"), spec.option("divergence_high")
-    return torch.where(t.advantages > 0, moved <= high, moved >= -low)
+    return ~torch.where(t.advantages > 0, moved > high, moved < -low)
 
 
 def within_kl(t: TokenView, spec: LossSpec) -> Tensor:
@@ -130,8 +132,8 @@ def within_kl(t: TokenView, spec: LossSpec) -> Tensor:
     tiny = 1e-8  # p rounds to 1
     kl = po * (old - logps) + rest_old * ((rest_old + tiny) / (rest + tiny)).log()
     low, high = spec.option("divergence_low"), spec.option("divergence_high")
-    gains = (kl <= high) | (p <= po)
-    return torch.where(t.advantages > 0, gains, (kl <= low) | (p >= po))
+    gains = (kl > high) & (p > po)
+    return ~torch.where(t.advantages > 0, gains, (kl > low) & (p < po))
 
 
 def prime(t: TokenView, spec: LossSpec) -> Tensor:
@@ -141,8 +143,13 @@ def prime(t: TokenView, spec: LossSpec) -> Tensor:
 
 def prime_ipo(t: TokenView, spec: LossSpec) -> Tensor:
     """-rho A where |p - p_old| <= divergence_high, plus tau (l - old)^2: prime-rl's ipo."""
+    return _penalised(t, spec, within_band(t, spec))
+
+
+def within_band(t: TokenView, spec: LossSpec) -> Tensor:
+    """[n] whether a token's probability is near its old one."""
     moved = (t.logps.detach().exp() - t.old.exp()).abs()
-    return _penalised(t, spec, moved <= spec.option("divergence_high"))
+    return ~(moved > spec.option("divergence_high"))
 
 
 def _penalised(t: TokenView, spec: LossSpec, keep: Tensor) -> Tensor:
@@ -230,8 +237,7 @@ def outside_kl(t: TokenView, spec: LossSpec) -> tuple[Tensor, Tensor]:
 
 def outside_band(t: TokenView, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """The tokens that `prime_ipo` leaves out, by the sign of A."""
-    moved = (t.logps.exp() - t.old.exp()).abs()
-    return _left_out(t, moved <= spec.option("divergence_high"))
+    return _left_out(t, within_band(t, spec))
 
 
 def _left_out(t: TokenView, keep: Tensor) -> tuple[Tensor, Tensor]:

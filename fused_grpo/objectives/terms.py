@@ -116,7 +116,7 @@ def _active(view: TokenView, batch: TokenBatch, spec: LossSpec) -> Tensor | None
     if spec.top_entropy_quantile < 1:
         assert view.entropy is not None
         entropy = view.entropy.detach()
-        masks.append(entropy >= _quantile(entropy, 1 - spec.top_entropy_quantile))
+        masks.append(~(entropy < _quantile(entropy, 1 - spec.top_entropy_quantile)))
     return torch.stack(masks).all(0) if masks else None
 
 
@@ -129,7 +129,7 @@ def _on_policy(view: TokenView, batch: TokenBatch, threshold: float) -> Tensor:
         gap = view.old - view.logps.detach()
     else:
         gap = -corrections.log_ratio(view.logps, batch)
-    return (view.advantages >= 0) | (view.sequence_mean(gap) <= threshold)
+    return ~((view.advantages < 0) & (view.sequence_mean(gap) > threshold))
 
 
 def _quantile(values: Tensor, q: float) -> Tensor:
