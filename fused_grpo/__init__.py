@@ -1,6 +1,8 @@
 """The GRPO loss fused with the language-model head."""
 
 from fused_grpo.advantages import group_relative_advantages, zero_variance_fraction
+from fused_grpo.aggregation import token_weights
+from fused_grpo.corrections import sampling_statistics
 from fused_grpo.loss import (
     GRPOLoss,
     GRPOLossOutput,
@@ -9,6 +11,7 @@ from fused_grpo.loss import (
     linear_logprobs,
     policy_loss,
 )
+from fused_grpo.objectives import LossSpec, TokenView, register_objective
 
 __version__ = "0.1.0"
 
@@ -16,9 +19,14 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "LinearLogprobs",
+    "LossSpec",
+    "TokenView",
     "group_relative_advantages",
     "grpo_loss",
     "linear_logprobs",
     "policy_loss",
+    "register_objective",
+    "sampling_statistics",
+    "token_weights",
     "zero_variance_fraction",
 ]

@@ -14,10 +14,19 @@ from typing_extensions import Unpack
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
 from fused_grpo.chunked import Needs, head_pass
+from fused_grpo.corrections import prepare
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
+from fused_grpo.objectives.inputs import check_tensors, entropy_option
 from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
-from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
+from fused_grpo.reference import (
+    REFERENCE_LOSSES,
+    ReferenceOutput,
+    reference_logprobs,
+    reference_loss,
+    reference_policy_loss,
+    token_losses,
+)
 from fused_grpo.tiles import compute_dtype
 
 BACKENDS = ("auto", "chunked", "reference")
@@ -64,6 +73,36 @@ class LossOptions(TypedDict, total=False):
     log_ratio_clamp: float | None
     num_items_in_batch: float | Tensor | None
     max_completion_length: int | None
+    aggregation: str | None
+    num_sequences: float | Tensor | None
+    dual_clip: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    divergence_low: float | None
+    divergence_high: float | None
+    log_ratio_penalty: float | None
+    cov_ratio: float | None
+    cov_low: float | None
+    cov_high: float | None
+    cov_coef: float | None
+    cov_seed: int
+    positive_nll_coef: float
+    off_policy_mask_threshold: float | None
+    top_entropy_quantile: float
+    kl_estimator: str
+    kl_clamp: float | None
+    sampling_correction: str | None
+    sampling_ratio_min: float | None
+    sampling_ratio_max: float | None
+    rejection: Mapping[str, float | tuple[float, float]] | None
+    veto_ratio_min: float | None
+    veto_ratio_max: float | None
 
 
 def linear_logprobs(
@@ -160,7 +199,10 @@ def grpo_loss(
     completion_mask: Tensor | None = None,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float | Tensor = 1.0,
@@ -177,14 +219,13 @@ def grpo_loss(
 
     With logps = linear_logprobs(hidden, weight, completion_ids, ...), per counted token
 
-        ratio = exp(logps - old)                              exp(mean over the sequence) at
-        sequence level policy = -min(min(ratio, delta) A, clip(ratio, 1 - epsilon_low, 1 +
-        epsilon_high) A) loss_t = policy * importance_sampling_ratio + beta * k3(ref - logps) -
-        entropy_coef * entropy
+        ratio  = exp(logps - old)                                   or that of its sequence
+        policy = -min(min(ratio, delta) A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A)
+        loss_t = policy * importance weight + beta * kl - entropy_coef * entropy
 
-    and loss = sum_t w_t loss_t, where loss_type chooses w_t. Matmul work is 6NHV (4NHV with a
-    frozen head or a frozen trunk); tokens that are masked cost nothing, and those whose gradient
-    is zero no backward.
+    and loss = sum_t w_t loss_t, where loss_type chooses `policy` and w_t. Matmul work is 6NHV (4NHV
+    with a frozen head or a frozen trunk); tokens that are masked cost nothing, and those whose
+    gradient is zero no backward.
 
     Args:
         hidden: [B, T, H]; packed: [N, H] or [1, N, H]. hidden[:, t] predicts completion_ids[:, t].
@@ -205,33 +246,71 @@ def grpo_loss(
         reduction: "sum", the weighted sum over tokens, or "none", the unweighted losses of all
             tokens, in the shape of completion_ids and differentiable for any upstream gradient
             (8NHV).
-        loss_type: w_t, with n_b counted tokens in a sequence: "grpo" 1 / (n_b B), "bnpo" 1 /
-            (counted tokens of this call), "dapo" 1 / num_items_in_batch (None: as bnpo), "dr_grpo"
-            1 / (B max_completion_length). B counts fully masked sequences. Divisors are at least 1.
-        importance_sampling_level: "token" or "sequence" (GSPO, arXiv 2507.18071).
+        loss_type: an objective with its w_t (docs/objectives.md lists them), one that was added
+            with `register_objective`, or "module:function". With n_b counted tokens in a sequence:
+            "grpo" 1 / (n_b B), "bnpo" 1 / (counted tokens of this call), "dapo" 1 /
+            num_items_in_batch (None: as bnpo), "dr_grpo" 1 / (B max_completion_length). B counts
+            fully masked sequences. Divisors are at least 1.
+        aggregation: another w_t: a name in `aggregation.SCHEMES` or `aggregation.PRESETS`.
+        token_weights: w_t itself, in the shape of completion_ids; see `token_weights`.
+        num_items_in_batch, num_sequences: counted tokens, and sequences, of all accumulated calls
+            and ranks, for the schemes that divide by them.
+        max_completion_length: the constant of "dr_grpo".
+        group_ids: integers, one per sequence, for aggregation="group_mean".
+        importance_sampling_level: "token"; "sequence", the mean over it (GSPO, arXiv 2507.18071);
+            "sequence_token", its value with each token's own gradient; "sequence_sum", the product
+            of the tokens' ratios.
         epsilon_low, epsilon_high: bounds of the clip, 0.2 and None (the same) by default.
         delta: upper bound of the ratio where the advantage is negative, > 1. None: none.
+        dual_clip: upper bound of the loss there, in units of |A|, > 1. The same thing as delta,
+            but for bounds below 1 + epsilon_high.
+        ratio_min, ratio_max: bounds of the ratio itself (CISPO, DPPO).
+        sapo_temperature_pos, sapo_temperature_neg: by the sign of the advantage.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: by the sign of the advantage.
+        divergence_low, divergence_high: how far a probability may fall, or rise (DPPO, prime).
+        log_ratio_penalty: coefficient of the squared log-ratio (prime, DRO).
+        cov_ratio, cov_low, cov_high, cov_coef, cov_seed: of clip_cov and kl_cov.
+        positive_nll_coef: coefficient of -logp at tokens with A > 0, under the same w_t.
+        off_policy_mask_threshold: no policy term for a sequence with A < 0 whose mean of sampler
+            (old, where not given) - logp is larger (DeepSeek-V3.2, arXiv 2512.02556).
+        top_entropy_quantile: the share of tokens, those of largest entropy, that keep policy term
+            and entropy bonus (arXiv 2506.01939).
         beta: coefficient of the KL to the reference.
-        use_bias_correction_kl: multiply k3 by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
+        kl_estimator: "k1", "k2", "k3", "abs"; "k1+", "k3+", "abs+" with the gradient of k2;
+            "k1_score", "k2_score", "k3_score" times exp(logp - sg logp).
+        kl_clamp: the estimate is clamped to +- this, with gradient 0 beyond. None: as it is.
+        use_bias_correction_kl: multiply it by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
         log_ratio_clamp: log-ratios enter exp clamped to +- this, with gradient 0 beyond; None: as
             they are.
-        num_items_in_batch: counted tokens of all accumulated calls and ranks ("dapo").
-        max_completion_length: the constant of "dr_grpo".
+        sampling_per_token_logps: log-probs as the sampler reported them; NaN where unknown counts
+            as a ratio of 1.
+        sampling_correction: weights exp(old - sampler) on the policy term, or with old None
+            exp(logp - sampler): "token_truncate", "token_mask", the same for "sequence" (product)
+            and "geometric" (mean); "monitor" only logs; "bypass" puts the sampler's log-probs in
+            the place of the old ones.
+        sampling_ratio_min, sampling_ratio_max: the bounds, 0 and 3 by default.
+        rejection: criterion -> bound: "token_", "seq_sum_", "seq_mean_" or "seq_max_" with "k1",
+            "k2" or "k3", as in {"seq_mean_k3": 0.01}. All must hold for a token to count. For k1
+            a bound u or pair (l, u) is of the ratio sampler / old.
+        veto_ratio_min, veto_ratio_max: one token outside rejects its sequence.
 
     Returns:
-        GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with ratio < 1 - epsilon_low and
-        A < 0), "clip_ratio/high_mean", "clip_ratio/region_mean" (either), "ratio/mean|min|max",
+        GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with A < 0 below the objective's
+        lower bound), "clip_ratio/high_mean" (above the upper one with A > 0),
+        "clip_ratio/region_mean" (either), where the objective has bounds; "ratio/mean|min|max",
         "log_ratio/min|max", "log_ratio/clamped" (share), "effective_sample_size"
         ((sum r)^2 / (N sum r^2)), "num_tokens", "zero_coefficient_fraction" (tokens that skip the
-        backward; only where this call forms gradients), and "kl" (the term as it enters the loss)
-        and "entropy" where there are any.
+        backward; only where this call forms gradients); "kl" (the term as it enters the loss),
+        "kl/log_ratio_clamped", "kl/clamped" (shares), "entropy", "policy_mask/dropped" (share) and
+        "sampling/..." (`corrections.statistics`, "importance_ratio/mean|min|max",
+        "effective_sample_size", "rejected") where there are any.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
             masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
-    spec = _spec(options, ref_per_token_logps)
+    spec = _spec(options)
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
@@ -243,13 +322,21 @@ def grpo_loss(
             f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} "
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
-    batch = make_batch(
+    tensors: dict[str, Any] = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "token_weights": token_weights,
+        "group_ids": group_ids,
+    }
+    batch = _batch(
+        spec,
         completion_ids,
         advantages,
+        tensors,
+        reduction,
         completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps if spec.beta else None,
-        importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
     )
@@ -258,34 +345,27 @@ def grpo_loss(
     target, temperature = check_targets(
         "completion_ids", batch.target, temperature, weight.shape[0], check_inputs
     )
-    entropy = entropy or spec.entropy_coef != 0
+    entropy = entropy or spec.needs_entropy
     if backend == "reference":
-        out = reference_loss(
-            hidden,
-            weight,
-            completion_ids,
-            advantages,
-            completion_mask=completion_mask,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            importance_sampling_ratio=importance_sampling_ratio,
-            bias=bias,
-            cu_seqlens=cu_seqlens,
-            temperature=given_temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            entropy=entropy,
-            **options,
+        return _reference(
+            spec,
+            batch,
+            (hidden, weight, completion_ids, advantages),
+            {"bias": bias, "temperature": given_temperature, "logit_scale": logit_scale}
+            | {"softcap": softcap, "entropy": entropy},
+            tensors | {"completion_mask": completion_mask, "cu_seqlens": cu_seqlens},
+            options,
+            reduction,
         )
-        return _from_reference(out, reduction)
     call = HeadCall(batch.index, target, temperature, logit_scale, softcap, chunk_bytes)
     if reduction == "none" or not torch.is_grad_enabled():
         logps, h = _logprobs(hidden, weight, bias, call, entropy)
         return _from_logps(logps, h, batch, spec, reduction)
+    objective = Objective(spec, batch)
     loss, per_token, logps, h, g = FusedLossFunction.apply(
-        hidden, weight, bias, call, Objective(spec, batch), entropy
+        hidden, weight, bias, call, objective, entropy
     )
-    return _output(loss, per_token, logps, h, g, batch, spec)
+    return _output(loss, per_token, logps, h, batch, objective.metrics(logps, h, g))
 
 
 class GRPOLoss(nn.Module):
@@ -298,7 +378,7 @@ class GRPOLoss(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         known = set(inspect.signature(grpo_loss).parameters) - {"options"}
-        _spec({k: v for k, v in options.items() if k not in known}, None, bound=True)
+        _spec({k: v for k, v in options.items() if k not in known})
         self.options = options
 
     def forward(
@@ -323,7 +403,10 @@ def policy_loss(
     completion_mask: Tensor | None = None,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
     entropies: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     reduction: str = "sum",
@@ -333,17 +416,18 @@ def policy_loss(
 
     Args:
         per_token_logps: [B, T] (packed: [N] or [1, N]) floating point, differentiable.
-        entropies: the same shape, differentiable; needed if entropy_coef != 0.
+        entropies: the same shape, differentiable; needed if entropy_coef != 0, and for
+            top_entropy_quantile.
         (others): as in `grpo_loss`.
 
     Raises:
         TypeError, ValueError: as `grpo_loss`.
     """
-    spec = _spec(options, ref_per_token_logps)
+    spec = _spec(options)
     check_choice("reduction", reduction, ("sum", "none"))
     check_tensor("per_token_logps", per_token_logps, None, floating=True)
-    if spec.entropy_coef != 0 and entropies is None:
-        raise ValueError(f"entropy_coef={spec.entropy_coef} needs entropies")
+    if spec.needs_entropy and entropies is None:
+        raise ValueError(f"{entropy_option(spec)} needs entropies")
     if entropies is not None:
         check_tensor("entropies", entropies, per_token_logps.device, floating=True)
         if entropies.shape != per_token_logps.shape:
@@ -352,13 +436,20 @@ def policy_loss(
                 f"{list(per_token_logps.shape)}; they must be the same"
             )
     dtype = torch.float64 if per_token_logps.dtype == torch.float64 else torch.float32
-    batch = make_batch(
+    batch = _batch(
+        spec,
         per_token_logps,
         advantages,
+        {
+            "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+            "sampling_per_token_logps": sampling_per_token_logps,
+            "importance_sampling_ratio": importance_sampling_ratio,
+            "token_weights": token_weights,
+            "group_ids": group_ids,
+        },
+        reduction,
         completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps if spec.beta else None,
-        importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens,
         dtype=dtype,
     )
@@ -367,19 +458,33 @@ def policy_loss(
     return _from_logps(logps, h, batch, spec, reduction)
 
 
-def _spec(
-    options: Mapping[str, Any], ref_per_token_logps: Tensor | None, bound: bool = False
-) -> LossSpec:
+def _spec(options: Mapping[str, Any]) -> LossSpec:
     known = [f.name for f in fields(LossSpec)]
     for name in options:
         if name not in known:
             raise TypeError(f"unknown option {name!r}; the loss knows {', '.join(known)}")
-    spec = LossSpec(**options)
-    if not bound and spec.beta > 0 and ref_per_token_logps is None:
-        raise ValueError(f"beta={spec.beta} needs ref_per_token_logps")
-    if spec.beta == 0 and ref_per_token_logps is not None:
-        raise ValueError("ref_per_token_logps is given, but beta=0 would ignore it: set beta > 0")
-    return spec
+    return LossSpec(**options)
+
+
+def _batch(
+    spec: LossSpec,
+    tokens: Tensor,
+    advantages: Tensor,
+    tensors: dict[str, Any],
+    reduction: str,
+    **layout: Any,
+) -> TokenBatch:
+    """The batch of a loss, its tensors checked against its options and its corrections made."""
+    check_tensors(spec, tensors)
+    ratio = tensors["importance_sampling_ratio"]
+    if spec.row.folds_weight and isinstance(ratio, Tensor) and ratio.numel() != tokens.numel():
+        raise ValueError(
+            f"importance_sampling_ratio has shape {list(ratio.shape)}: loss_type="
+            f"{spec.loss_type!r} multiplies the ratios of a sequence's tokens, give one per token"
+        )
+    if reduction == "none" and tensors["token_weights"] is not None:
+        raise ValueError("token_weights is given, but reduction='none' would ignore it")
+    return prepare(make_batch(tokens, advantages, **tensors, **layout), spec)
 
 
 def _temperature(
@@ -417,15 +522,41 @@ def _from_logps(
     logps: Tensor, entropy: Tensor | None, batch: TokenBatch, spec: LossSpec, reduction: str
 ) -> GRPOLossOutput:
     """The loss by ordinary autograd from log-probabilities [n]."""
-    per_token = token_terms(logps, batch, spec).loss
-    if spec.entropy_coef != 0 and entropy is not None:
-        per_token = per_token - spec.entropy_coef * entropy
+    per_token = token_terms(logps, batch, spec, entropy if spec.needs_entropy else None).loss
     if reduction == "none":
         loss = batch.to_layout(per_token)
     else:
         loss = (per_token * spec.token_weights(batch)).sum()
-    out = _output(loss, per_token.detach(), logps.detach(), entropy, None, batch, spec)
+    logged = metrics(logps.detach(), entropy, None, batch, spec)
+    out = _output(loss, per_token.detach(), logps.detach(), entropy, batch, logged)
     return replace(out, per_token_loss=loss) if reduction == "none" else out
+
+
+def _reference(
+    spec: LossSpec,
+    batch: TokenBatch,
+    positional: tuple[Tensor, Tensor, Tensor, Tensor],
+    head: dict[str, Any],
+    tensors: dict[str, Any],
+    options: Mapping[str, Any],
+    reduction: str,
+) -> GRPOLossOutput:
+    """Full logits: `reference_loss`, or for what it does not know its log-probs alone."""
+    known = set(inspect.signature(reference_policy_loss).parameters)
+    known |= set(inspect.signature(token_losses).parameters)
+    extra = {name for name, value in tensors.items() if value is not None} - known
+    known_level = spec.level in ("token", "sequence")
+    if spec.loss_type in REFERENCE_LOSSES and known_level and not extra | (set(options) - known):
+        given = {name: value for name, value in tensors.items() if name in known}
+        call: Any = reference_loss
+        return _from_reference(call(*positional, **head, **given, **options), reduction)
+    hidden, weight, ids, _ = positional
+    counted = batch.to_layout(torch.ones_like(batch.advantages)).bool()
+    logps, h = reference_logprobs(
+        hidden.reshape(*ids.shape, -1), weight, ids.long().masked_fill(~counted, -100), **head
+    )
+    flat = None if h is None else h.reshape(-1)[batch.index]
+    return _from_logps(logps.reshape(-1)[batch.index], flat, batch, spec, reduction)
 
 
 def _from_reference(out: ReferenceOutput, reduction: str) -> GRPOLossOutput:
@@ -444,14 +575,13 @@ def _output(
     per_token: Tensor,
     logps: Tensor,
     entropy: Tensor | None,
-    g: Tensor | None,
     batch: TokenBatch,
-    spec: LossSpec,
+    logged: dict[str, Tensor],
 ) -> GRPOLossOutput:
     return GRPOLossOutput(
         loss=loss,
         per_token_loss=batch.to_layout(per_token),
         per_token_logps=batch.to_layout(logps),
         entropy=None if entropy is None else batch.to_layout(entropy.detach()),
-        metrics=metrics(logps, entropy, g, batch, spec),
+        metrics=logged,
     )

@@ -100,10 +100,10 @@ class FusedLossFunction(torch.autograd.Function):
             bias,
             call,
             objective,
-            _needs(ctx, entropy, objective.spec.entropy_coef != 0),
+            _needs(ctx, entropy, objective.spec.entropy_gradient),
         )
         ctx.save_for_backward(result.hidden_grad, result.weight_grad, result.bias_grad)
-        loss = (per_token * objective.weights).sum()
+        loss = objective.total(per_token)
         outputs = (per_token, result.logps, result.entropy, g)
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
         return loss, *outputs
@@ -145,10 +145,8 @@ def loss_pass(
     def evaluate(
         span: slice, logps: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        per_token[span], g[span] = objective(span, logps)
-        if objective.spec.entropy_coef != 0 and entropy is not None:
-            per_token[span] -= objective.spec.entropy_coef * entropy
-        return g[span], objective.entropy_gradient(span)
+        per_token[span], g[span], e = objective.evaluate(span, logps, entropy)
+        return g[span], e
 
     def known(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return g[span], objective.entropy_gradient(span)
@@ -156,7 +154,7 @@ def loss_pass(
     plan = plan_pass(tokens, head, needs, call.chunk_bytes)
     if needs.any_grad and (objective.local or n <= plan.tokens):
         return head_pass(tokens, head, needs, evaluate, call.chunk_bytes), per_token, g
-    unit = _only_hidden(needs) and objective.spec.entropy_coef == 0
+    unit = _only_hidden(needs) and not objective.spec.entropy_gradient
     result = head_pass(tokens, head, needs, _unit_coefficients if unit else None, call.chunk_bytes)
     evaluate(everything, result.logps, result.entropy)
     if unit and result.hidden_grad is not None:

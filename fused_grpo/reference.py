@@ -35,6 +35,9 @@ class ReferenceOutput:
     metrics: dict[str, Tensor]
 
 
+REFERENCE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+
 def reference_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -128,7 +131,7 @@ def reference_policy_loss(
     """The loss from log-probabilities [B, T], or [N] packed by ``cu_seqlens`` [S + 1].
 
     ``advantages`` and ``importance_sampling_ratio`` hold one value per sequence or one per token,
-    the other tensors one per token. ``options`` are those of :func:`_token_losses`.
+    the other tensors one per token. ``options`` are those of :func:`token_losses`.
     """
     shape = per_token_logps.shape
     dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
@@ -146,8 +149,8 @@ def reference_policy_loss(
         return x.reshape(-1)[sequence].to(dtype) if x.numel() == num_sequences else per_token(x)
 
     logp = per_token(per_token_logps)
-    token_losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
-        _token_losses,
+    losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
+        token_losses,
         old=logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
         ref=None if ref_per_token_logps is None else per_token(ref_per_token_logps),
         advantage=per_sequence_or_token(advantages),
@@ -169,11 +172,11 @@ def reference_policy_loss(
     divisor = torch.as_tensor(divisor, dtype=dtype, device=logp.device).clamp(min=1)
 
     entropy = None if entropies is None else per_token(entropies)
-    token_loss, parts = token_losses(logp, entropy)
+    token_loss, parts = losses(logp, entropy)
     # Once more on leaves: which tokens would send nothing back to the head?
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (logp, entropy) if x is not None]
-        again, _ = token_losses(leaves[0], (*leaves[1:], None)[0])
+        again, _ = losses(leaves[0], (*leaves[1:], None)[0])
         grads = torch.autograd.grad((again / divisor).sum(), leaves, allow_unused=True)
     idle = torch.stack([g == 0 for g in grads if g is not None]).all(dim=0)
     parts |= {"entropy": entropy, "zero_coefficient_fraction": idle}
@@ -200,7 +203,7 @@ def _sequence_of_each_token(tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[
     return torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths), len(lengths)
 
 
-def _token_losses(
+def token_losses(
     logp: Tensor,
     entropy: Tensor | None,
     *,
