@@ -1,6 +1,7 @@
 """The GRPO loss fused with the language-model head."""
 
 from fused_grpo.advantages import group_relative_advantages, zero_variance_fraction
+from fused_grpo.linear_kl import linear_kl
 from fused_grpo.loss import (
     GRPOLoss,
     GRPOLossOutput,
@@ -18,6 +19,7 @@ __all__ = [
     "LinearLogprobs",
     "group_relative_advantages",
     "grpo_loss",
+    "linear_kl",
     "linear_logprobs",
     "policy_loss",
     "zero_variance_fraction",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fused_grpo.batch import TokenBatch, make_batch
-from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
-from fused_grpo.chunked import Needs, head_pass
+from fused_grpo.calls import SAME, make_call, token_values
+from fused_grpo.checks import check_choice, check_head, check_tensor
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
-from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
-from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
+from fused_grpo.objectives import LossSpec, Objective, head_terms, metrics, token_terms
+from fused_grpo.ops import FusedLossFunction
+from fused_grpo.passes import TokenValues
 from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
+from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 
 BACKENDS = ("auto", "chunked", "reference")
@@ -25,10 +27,16 @@ BACKENDS = ("auto", "chunked", "reference")
 
 @dataclass
 class LinearLogprobs:
-    """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs."""
+    """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs.
+
+    With a sampling support also the number of entries that are kept, and whether the target is
+    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`.
+    """
 
     logps: Tensor
     entropy: Tensor | None = None
+    support_size: Tensor | None = None
+    target_outside: Tensor | None = None
 
 
 @dataclass
@@ -60,10 +68,16 @@ class LossOptions(TypedDict, total=False):
     delta: float | None
     beta: float
     use_bias_correction_kl: bool
+    kl_estimator: str
+    kl_top_k: int | None
     entropy_coef: float
     log_ratio_clamp: float | None
     num_items_in_batch: float | Tensor | None
     max_completion_length: int | None
+
+
+class GRPOOptions(LossOptions, SupportOptions, total=False):
+    """Options of `grpo_loss` beside its tensors and the head's."""
 
 
 def linear_logprobs(
@@ -80,6 +94,7 @@ def linear_logprobs(
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    **support: Unpack[SupportOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
 
@@ -105,6 +120,10 @@ def linear_logprobs(
             check would make a GPU wait; there, without it, such a token's results are NaN.
         chunk_bytes: bound of the extra memory, gradients and one fp32 copy of a half-precision
             weight's gradient aside (see `memory.plan_chunks`).
+        support: `support_top_k`, `support_top_p`, `support_min_p`, `support_min_logp`,
+            `support_min_logit`, `support_ids`: normalise over the entries that a sampler could have
+            drawn, see `support.SupportOptions`. The support is a constant; a target outside of it
+            counts as kept.
 
     Returns:
         fp32 results (fp64 for fp64 inputs), from fp32 logits with fp32 accumulators whatever the
@@ -121,12 +140,22 @@ def linear_logprobs(
             f"targets has shape {list(targets.shape)}, hidden {list(hidden.shape)}: "
             "the leading dimensions must be the same"
         )
+    support_options = _known(support, SupportOptions.__annotations__)
     flat = targets.reshape(-1)
     index = (flat != ignore_index).nonzero().squeeze(1)
-    given_temperature = temperature
-    temperature = _temperature(temperature, targets.shape, index, hidden.device)
-    target, temperature = check_targets(
-        "targets", flat[index].long(), temperature, weight.shape[0], check_inputs
+    call = make_call(
+        "targets",
+        flat[index].long(),
+        index,
+        targets.shape,
+        hidden,
+        weight,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+        check=check_inputs,
+        support=support_options,
     )
     if backend == "reference":
         return LinearLogprobs(
@@ -135,20 +164,26 @@ def linear_logprobs(
                 weight,
                 targets,
                 bias=bias,
-                temperature=given_temperature,
+                temperature=temperature,
                 logit_scale=logit_scale,
                 softcap=softcap,
                 entropy=entropy,
                 ignore_index=ignore_index,
+                **support,
             )
         )
-    call = HeadCall(index, target, temperature, logit_scale, softcap, chunk_bytes)
-    logps, h = _logprobs(hidden, weight, bias, call, entropy)
+    values = token_values(hidden, weight, bias, call, entropy)
 
-    def to_layout(values: Tensor) -> Tensor:
-        return values.new_zeros(flat.shape).index_copy(0, index, values).view(targets.shape)
+    def to_layout(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return x.new_zeros(flat.shape).index_copy(0, index, x).view(targets.shape)
 
-    return LinearLogprobs(to_layout(logps), None if h is None else to_layout(h))
+    logps, *others = map(
+        to_layout, (values.logps, values.entropy, values.support_size, values.outside)
+    )
+    assert logps is not None
+    return LinearLogprobs(logps, *others)
 
 
 def grpo_loss(
@@ -166,12 +201,18 @@ def grpo_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ref_temperature: float | Tensor | None = None,
+    ref_logit_scale: float | None = None,
+    ref_softcap: float | str | None = SAME,
     entropy: bool = False,
     reduction: str = "sum",
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    **options: Unpack[LossOptions],
+    **options: Unpack[GRPOOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
 
@@ -196,7 +237,12 @@ def grpo_loss(
             everything. Whatever stands at other positions, NaN included, has no effect.
         old_per_token_logps: log-probs of the policy that sampled. None: this policy, detached:
             every ratio is 1 and the gradient is that of the live ratio.
-        ref_per_token_logps: log-probs of the reference policy, needed if beta > 0.
+        ref_per_token_logps: log-probs of the reference policy; if beta > 0, these or
+        ref_hidden, ref_weight, ref_bias: the reference's hidden states [..., H_r] at the same
+            positions and its head [V, H_r], [V], from which its log-probabilities are computed in
+            the same pass (2 N H_r V more); constants.
+        ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
+            policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
         bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes: as in
             `linear_logprobs`.
@@ -213,11 +259,19 @@ def grpo_loss(
         delta: upper bound of the ratio where the advantage is negative, > 1. None: none.
         beta: coefficient of the KL to the reference.
         use_bias_correction_kl: multiply k3 by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
+        kl_estimator: "k3", from the sampled token's log-probabilities; with ref_hidden also "full",
+            the divergence KL(pi || reference) over the whole vocabulary, and "top_k", that over the
+            `kl_top_k` likeliest entries of the policy and the rest taken together (a lower bound,
+            see `divergence.TopEntries`); both exact in value and gradient.
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
         log_ratio_clamp: log-ratios enter exp clamped to +- this, with gradient 0 beyond; None: as
             they are.
         num_items_in_batch: counted tokens of all accumulated calls and ranks ("dapo").
         max_completion_length: the constant of "dr_grpo".
+        support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
+            support_ids: normalise policy and reference over the entries that the sampler could
+            have drawn (see `support.SupportOptions`). Log-probabilities that are given (old_...,
+            ref_...) must be over the same entries. A target outside counts as kept.
 
     Returns:
         GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with ratio < 1 - epsilon_low and
@@ -225,13 +279,23 @@ def grpo_loss(
         "log_ratio/min|max", "log_ratio/clamped" (share), "effective_sample_size"
         ((sum r)^2 / (N sum r^2)), "num_tokens", "zero_coefficient_fraction" (tokens that skip the
         backward; only where this call forms gradients), and "kl" (the term as it enters the loss)
-        and "entropy" where there are any.
+        and "entropy" where there are any; with a support "support/size" (mean number of entries
+        kept) and "support/target_outside" (share of the tokens outside of their own support).
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
             masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
-    spec = _spec(options, ref_per_token_logps)
+    support, loss_options = _split(options)
+    reference: dict[str, Any] = {
+        "ref_hidden": ref_hidden,
+        "ref_weight": ref_weight,
+        "ref_bias": ref_bias,
+        "ref_temperature": ref_temperature,
+        "ref_logit_scale": ref_logit_scale,
+        "ref_softcap": ref_softcap,
+    }
+    spec = _spec(loss_options, ref_per_token_logps, reference)
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
@@ -253,10 +317,22 @@ def grpo_loss(
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
     )
-    given_temperature = temperature
-    temperature = _temperature(temperature, completion_ids.shape, batch.index, hidden.device)
-    target, temperature = check_targets(
-        "completion_ids", batch.target, temperature, weight.shape[0], check_inputs
+    call = make_call(
+        "completion_ids",
+        batch.target,
+        batch.index,
+        completion_ids.shape,
+        hidden,
+        weight,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+        check=check_inputs,
+        support=support,
+        reference=None
+        if ref_hidden is None
+        else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
     )
     entropy = entropy or spec.entropy_coef != 0
     if backend == "reference":
@@ -271,21 +347,24 @@ def grpo_loss(
             importance_sampling_ratio=importance_sampling_ratio,
             bias=bias,
             cu_seqlens=cu_seqlens,
-            temperature=given_temperature,
+            temperature=temperature,
             logit_scale=logit_scale,
             softcap=softcap,
             entropy=entropy,
+            **reference,
             **options,
         )
         return _from_reference(out, reduction)
-    call = HeadCall(batch.index, target, temperature, logit_scale, softcap, chunk_bytes)
+    if ref_hidden is not None and not spec.head_kl:  # filled by the head as it goes
+        batch = replace(batch, ref=torch.zeros_like(batch.advantages))
     if reduction == "none" or not torch.is_grad_enabled():
-        logps, h = _logprobs(hidden, weight, bias, call, entropy)
-        return _from_logps(logps, h, batch, spec, reduction)
-    loss, per_token, logps, h, g = FusedLossFunction.apply(
+        return _from_values(
+            token_values(hidden, weight, bias, call, entropy), batch, spec, reduction
+        )
+    loss, per_token, g, *values = FusedLossFunction.apply(
         hidden, weight, bias, call, Objective(spec, batch), entropy
     )
-    return _output(loss, per_token, logps, h, g, batch, spec)
+    return _output(loss, per_token, TokenValues(*values), g, batch, spec)
 
 
 class GRPOLoss(nn.Module):
@@ -298,7 +377,8 @@ class GRPOLoss(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         known = set(inspect.signature(grpo_loss).parameters) - {"options"}
-        _spec({k: v for k, v in options.items() if k not in known}, None, bound=True)
+        _, loss_options = _split({k: v for k, v in options.items() if k not in known})
+        _spec(loss_options, None, bound=True)
         self.options = options
 
     def forward(
@@ -364,67 +444,78 @@ def policy_loss(
     )
     logps = per_token_logps.reshape(-1)[batch.index].to(dtype)
     h = None if entropies is None else entropies.reshape(-1)[batch.index].to(dtype)
-    return _from_logps(logps, h, batch, spec, reduction)
+    return _from_values(TokenValues(logps, h), batch, spec, reduction)
+
+
+def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    for name in options:
+        if name not in names:
+            raise TypeError(f"unknown option {name!r}; there are {', '.join(names)}")
+    return dict(options)
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options of the support, options of the loss)."""
+    of_support = SupportOptions.__annotations__
+    support = {k: v for k, v in options.items() if k in of_support}
+    return support, {k: v for k, v in options.items() if k not in of_support}
 
 
 def _spec(
-    options: Mapping[str, Any], ref_per_token_logps: Tensor | None, bound: bool = False
+    options: Mapping[str, Any],
+    ref_per_token_logps: Tensor | None,
+    reference: Mapping[str, Any] | None = None,
+    bound: bool = False,
 ) -> LossSpec:
-    known = [f.name for f in fields(LossSpec)]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"unknown option {name!r}; the loss knows {', '.join(known)}")
-    spec = LossSpec(**options)
-    if not bound and spec.beta > 0 and ref_per_token_logps is None:
-        raise ValueError(f"beta={spec.beta} needs ref_per_token_logps")
-    if spec.beta == 0 and ref_per_token_logps is not None:
-        raise ValueError("ref_per_token_logps is given, but beta=0 would ignore it: set beta > 0")
+    spec = LossSpec(**_known(options, [f.name for f in fields(LossSpec)]))
+    given = [] if ref_per_token_logps is None else ["ref_per_token_logps"]
+    unset = {None, SAME}
+    for name, value in (reference or {}).items():
+        if isinstance(value, Tensor) or value not in unset:
+            given.append(name)
+    _check_reference(spec, given, bound)
     return spec
 
 
-def _temperature(
-    temperature: float | Tensor, shape: torch.Size, index: Tensor, device: torch.device
-) -> float | Tensor:
-    if not isinstance(temperature, Tensor):
-        return temperature
-    check_tensor("temperature", temperature, device, floating=True)
-    if temperature.shape != shape:
+def _check_reference(spec: LossSpec, given: list[str], bound: bool) -> None:
+    """What is `given` of the reference fits together, and to the KL; `bound`: more may follow."""
+    names = ", ".join(given)
+    if spec.beta == 0 and given:
+        raise ValueError(f"{names} is given, but beta=0 would ignore it: set beta > 0")
+    if bound or spec.beta == 0:
+        return
+    head = [name for name in given if name != "ref_per_token_logps"]
+    if head and ("ref_hidden" not in head or "ref_weight" not in head):
+        raise ValueError(f"{names}: a reference head needs both ref_hidden and ref_weight")
+    if spec.head_kl and not head:
         raise ValueError(
-            f"temperature has shape {list(temperature.shape)}: give a number, or one per token "
-            f"{list(shape)}"
+            f"kl_estimator={spec.kl_estimator!r} needs ref_hidden and ref_weight: one "
+            "log-probability per token does not tell a divergence over the vocabulary"
         )
-    return temperature.detach().reshape(-1)[index]
+    if not given:
+        raise ValueError(
+            f"beta={spec.beta} needs ref_per_token_logps, or ref_hidden and ref_weight"
+        )
+    if len(head) < len(given) and head:
+        raise ValueError(
+            "ref_per_token_logps and ref_hidden are both given: the log-probabilities are either "
+            "known or computed"
+        )
 
 
-def _logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    call: HeadCall,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """[n] log-probabilities and entropies of the counted tokens, differentiable."""
-    if hidden.dim() not in (2, 3):
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-    if torch.is_grad_enabled():
-        return LogprobsFunction.apply(hidden, weight, bias, call, entropy)
-    tokens, head = call.bind(hidden, weight, bias)
-    result = head_pass(tokens, head, Needs(entropy=entropy), None, call.chunk_bytes)
-    return result.logps, result.entropy
-
-
-def _from_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, spec: LossSpec, reduction: str
+def _from_values(
+    values: TokenValues, batch: TokenBatch, spec: LossSpec, reduction: str
 ) -> GRPOLossOutput:
     """The loss by ordinary autograd from log-probabilities [n]."""
-    per_token = token_terms(logps, batch, spec).loss
-    if spec.entropy_coef != 0 and entropy is not None:
-        per_token = per_token - spec.entropy_coef * entropy
+    if values.ref_logps is not None and batch.ref is not None:
+        batch = replace(batch, ref=values.ref_logps)
+    per_token = token_terms(values.logps, batch, spec).loss
+    per_token = per_token + head_terms(spec, values.entropy, values.kl)
     if reduction == "none":
         loss = batch.to_layout(per_token)
     else:
         loss = (per_token * spec.token_weights(batch)).sum()
-    out = _output(loss, per_token.detach(), logps.detach(), entropy, None, batch, spec)
+    out = _output(loss, per_token.detach(), values, None, batch, spec)
     return replace(out, per_token_loss=loss) if reduction == "none" else out
 
 
@@ -442,16 +533,16 @@ def _from_reference(out: ReferenceOutput, reduction: str) -> GRPOLossOutput:
 def _output(
     loss: Tensor,
     per_token: Tensor,
-    logps: Tensor,
-    entropy: Tensor | None,
+    values: TokenValues,
     g: Tensor | None,
     batch: TokenBatch,
     spec: LossSpec,
 ) -> GRPOLossOutput:
+    logps, entropy = values.logps.detach(), values.entropy
     return GRPOLossOutput(
         loss=loss,
         per_token_loss=batch.to_layout(per_token),
         per_token_logps=batch.to_layout(logps),
         entropy=None if entropy is None else batch.to_layout(entropy.detach()),
-        metrics=metrics(logps, entropy, g, batch, spec),
+        metrics=metrics(logps, entropy, g, batch, spec, values),
     )

@@ -16,6 +16,10 @@ from torch import Tensor
 from fused_grpo.aggregation import SCHEMES
 from fused_grpo.batch import TokenBatch
 from fused_grpo.checks import check_choice, check_number
+from fused_grpo.passes import TokenValues
+
+# divergences that the head sums over the vocabulary, given the reference's hidden states and weight
+HEAD_KL = ("full", "top_k")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class LossSpec:
     delta: float | None = None
     beta: float = 0.0
     use_bias_correction_kl: bool = False
+    kl_estimator: str = "k3"
+    kl_top_k: int | None = None
     entropy_coef: float = 0.0
     log_ratio_clamp: float | None = 20.0
     num_items_in_batch: float | Tensor | None = None
@@ -54,7 +60,31 @@ class LossSpec:
             raise ValueError(
                 "use_bias_correction_kl=True needs beta > 0: there is no KL to correct"
             )
+        self._check_kl()
         self._check_divisor()
+
+    def _check_kl(self) -> None:
+        check_choice("kl_estimator", self.kl_estimator, ("k3", *HEAD_KL))
+        if self.kl_estimator != "k3" and self.beta == 0:
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} needs beta > 0")
+        if self.use_bias_correction_kl and self.head_kl:
+            raise ValueError(
+                f"use_bias_correction_kl does not apply to kl_estimator={self.kl_estimator!r}: it "
+                "corrects estimates from sampled tokens, this one is summed over the vocabulary"
+            )
+        if (self.kl_top_k is None) == (self.kl_estimator == "top_k"):
+            raise ValueError(
+                f"kl_top_k={self.kl_top_k} with kl_estimator={self.kl_estimator!r}: 'top_k' needs "
+                "the number of entries, and nothing else takes one"
+            )
+        if self.kl_top_k is not None:
+            must = "an integer >= 1"
+            check_number("kl_top_k", self.kl_top_k, lambda k: k >= 1 and k == int(k), must)
+
+    @property
+    def head_kl(self) -> bool:
+        """Whether the KL is summed over the vocabulary, in the head, and not a token's estimate."""
+        return self.beta > 0 and self.kl_estimator in HEAD_KL
 
     def _check_divisor(self) -> None:
         _, option, required = SCHEMES[LOSS_TYPES[self.loss_type].scheme]
@@ -132,7 +162,7 @@ def token_terms(logps: Tensor, batch: TokenBatch, spec: LossSpec) -> Terms:
     loss = LOSS_TYPES[spec.loss_type].surrogate(ratio, batch.advantages, spec)
     if batch.weight_is is not None:
         loss = loss * batch.weight_is
-    if spec.beta == 0:
+    if spec.beta == 0 or spec.head_kl:
         return Terms(loss, None, log_ratio, ratio)
     assert batch.ref is not None
     kl = k3(_clamp(batch.ref - logps, spec))
@@ -178,7 +208,7 @@ class Objective:
         by_token = spec.importance_sampling_level == "token"
         self.local = by_token or (batch.old is None and not spec.use_bias_correction_kl)
         if self.local and not by_token:
-            policy = replace(spec, beta=0.0)
+            policy = replace(spec, beta=0.0, kl_estimator="k3", kl_top_k=None)
             self._fresh = _values_and_gradient(
                 torch.zeros_like(batch.advantages),
                 self.weights,
@@ -191,7 +221,7 @@ class Objective:
         if self._fresh is None:
             return _values_and_gradient(logps, weights, lambda x: token_terms(x, batch, spec).loss)
         loss, g = (t[span] for t in self._fresh)
-        if spec.beta == 0:
+        if spec.beta == 0 or spec.head_kl:
             return loss, g
         by_token = replace(spec, importance_sampling_level="token")
         silent = replace(batch, advantages=torch.zeros_like(batch.advantages))
@@ -200,11 +230,29 @@ class Objective:
         )
         return loss + kl, g + g_kl
 
+    def head_terms(self, entropy: Tensor | None, kl: Tensor | None) -> Tensor | float:
+        """[c] what entropy and KL, summed over the vocabulary by the head, add to the losses."""
+        return head_terms(self.spec, entropy, kl)
+
+    def kl_gradient(self, span: slice) -> Tensor | None:
+        """[c] dL/dkl_t of a KL summed over the vocabulary."""
+        return self.spec.beta * self.weights[span] if self.spec.head_kl else None
+
     def entropy_gradient(self, span: slice) -> Tensor | None:
         """[c] dL/dentropy_t."""
         if self.spec.entropy_coef == 0:
             return None
         return -self.spec.entropy_coef * self.weights[span]
+
+
+def head_terms(spec: LossSpec, entropy: Tensor | None, kl: Tensor | None) -> Tensor | float:
+    """-entropy_coef H_t, and beta KL_t where the head sums the KL over the vocabulary."""
+    terms: Tensor | float = 0.0
+    if spec.entropy_coef != 0 and entropy is not None:
+        terms = terms - spec.entropy_coef * entropy
+    if spec.head_kl and kl is not None:
+        terms = terms + spec.beta * kl
+    return terms
 
 
 def _values_and_gradient(
@@ -218,7 +266,12 @@ def _values_and_gradient(
 
 
 def metrics(
-    logps: Tensor, entropy: Tensor | None, g: Tensor | None, batch: TokenBatch, spec: LossSpec
+    logps: Tensor,
+    entropy: Tensor | None,
+    g: Tensor | None,
+    batch: TokenBatch,
+    spec: LossSpec,
+    values: TokenValues | None = None,
 ) -> dict[str, Tensor]:
     """Detached 0-d tensors over the counted tokens, no host synchronisation; see `grpo_loss`."""
     n = logps.numel()
@@ -241,12 +294,16 @@ def metrics(
             / (n * ratio.square().sum()).clamp_min(torch.finfo(ratio.dtype).tiny),
             "num_tokens": torch.tensor(float(n), device=logps.device),
         }
-        if terms.kl is not None:
-            out["kl"] = _mean(terms.kl)
+        kl = terms.kl if values is None or values.kl is None else values.kl.detach()
+        if kl is not None:
+            out["kl"] = _mean(kl)
+        if values is not None and values.outside is not None and values.support_size is not None:
+            out["support/size"] = _mean(values.support_size)
+            out["support/target_outside"] = _mean(values.outside)
         if entropy is not None:
             out["entropy"] = _mean(entropy.detach())
         if g is not None:
-            skips = (g == 0) & (spec.entropy_coef == 0)
+            skips = (g == 0) & (spec.entropy_coef == 0) & (not spec.head_kl)
             out["zero_coefficient_fraction"] = _mean(skips)
     return out
 
