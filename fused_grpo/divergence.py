@@ -1,9 +1,9 @@
 """KL(policy || reference) over the whole vocabulary, from tiles of both heads' logits.
 
-With p_v = P_j q_v and r_v = R_j s_v in tile j, q and s being softmaxes of that tile alone, and the
-target y apart, the chain rule of the divergence gives a sum without large cancelling terms:
+With the mass P_j of tile j under the policy, R_j under the reference, and the target y apart, the
+chain rule of the divergence gives a sum without large cancelling terms:
 
-    KL(p || r) = KL((p_y, P) || (r_y, R)) + sum_j P_j KL(q_j || s_j)
+    KL(p || r) = KL((p_y, P) || (r_y, R)) + sum_j P_j KL(p / P_j || r / R_j in tile j)
     dKL/dz_v = p_v (log p_v - log r_v - KL)
 """
 
@@ -61,7 +61,8 @@ class ReferenceTiles:
     """The reference's logits of a chunk, seen next to the policy's.
 
     `full` and `top_k` choose the divergence; with neither, only the targets' log-probabilities are
-    wanted. `deltas` [c, V] is filled with log(q_v / s_v) for the gradient of the full divergence.
+    wanted. `deltas` [c, V] is filled with log(p_v / P_j) - log(r_v / R_j) for the gradient of the full
+    divergence.
     """
 
     def __init__(
@@ -92,13 +93,19 @@ class ReferenceTiles:
         self._s = s
 
     def compare(self, q: Tensor, policy: TileSums, j: int) -> None:
-        """Once the policy's tile is a softmax: KL(q_j || s_j)."""
+        """Once the policy's tile is a softmax: its share of the full divergence."""
         if self.tile_kl is None:
             return
-        shift = (policy.log_norm(j) - self.sums.log_norm(j))[:, None]
+        both = (policy, self.sums)
+        # an empty tile has mass 0: dividing by 1 instead leaves its entries 0
+        mass, ref_mass = (torch.where(x.mass[:, j] < 0.5, 1.0, x.mass[:, j]) for x in both)
+        shift = (policy.top[:, j] - self.sums.top[:, j] + (mass / ref_mass).log())[:, None]
+        unit = (1 / (mass * policy.q_top[:, j]))[:, None]
+        ref_unit = (1 / (ref_mass * self.sums.q_top[:, j]))[:, None]
         for b in row_blocks(q):
             delta = _finite(self._delta[b].sub_(shift[b]))
-            self.tile_kl[b, j] = kl_terms(q[b], self._s[b], delta).sum(1)
+            p, r = q[b] * unit[b], self._s[b].mul_(ref_unit[b])
+            self.tile_kl[b, j] = kl_terms(p, r, delta).sum(1)
 
     def finish(self, policy: TileSums, stats: RowStats) -> tuple[Tensor, Divergence | None]:
         """([c] the targets' log-probabilities under the reference, the divergence if any)."""
@@ -107,8 +114,10 @@ class ReferenceTiles:
             return reference.logps, self.entries.divergence(policy.z_target, self.sums.z_target)
         if self.tile_kl is None:
             return reference.logps, None
-        log_p = torch.cat([stats.log_scale, stats.logps[:, None]], 1)
-        log_r = torch.cat([reference.log_scale, reference.logps[:, None]], 1)
+        log_p, log_r = (
+            torch.cat([own.log_scale + (sums.mass * sums.q_top).log(), own.logps[:, None]], 1)
+            for own, sums in ((stats, policy), (reference, self.sums))
+        )
         p, delta = log_p.exp(), _finite(log_p - log_r)
         within = torch.where(p[:, :-1] > 0, p[:, :-1] * self.tile_kl, 0.0)
         kl = kl_terms(p, log_r.exp(), delta).sum(1) + within.sum(1)

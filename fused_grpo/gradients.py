@@ -206,7 +206,8 @@ def _add_entries(dz: Tensor, chunk: Chunk, extra: Tensor, v: slice, head: Head) 
     assert d is not None
     assert d.ids is not None
     assert d.z is not None
-    row, k = ((d.ids >= v.start) & (d.ids < v.stop)).nonzero(as_tuple=True)
+    here = (d.ids >= v.start) & (d.ids < v.stop) & (extra != 0)
+    row, k = here.nonzero(as_tuple=True)
     t = chunk.temperature[row, 0] if isinstance(chunk.temperature, Tensor) else chunk.temperature
     column = d.ids[row, k] - v.start
     dz[row, column] += extra[row, k] * _cap_slope(d.z[row, k], t, head)

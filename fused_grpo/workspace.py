@@ -80,7 +80,7 @@ class Workspace:
     weight_tile: WeightTiles
     ref_weight_tile: WeightTiles | None
     exps: Tensor | None  # [c, V] softmaxes of the tiles; logits before that, for some supports
-    deltas: Tensor | None  # [c, V] log(q / s), for gradients of the full divergence
+    deltas: Tensor | None  # [c, V] see `ReferenceTiles`
 
     @staticmethod
     def allocate(
