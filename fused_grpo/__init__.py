@@ -1,6 +1,11 @@
 """The GRPO loss fused with the language-model head."""
 
-from fused_grpo.advantages import group_relative_advantages, zero_variance_fraction
+from fused_grpo.advantages import (
+    compute_advantages,
+    group_relative_advantages,
+    multi_reward_advantages,
+    zero_variance_fraction,
+)
 from fused_grpo.linear_kl import linear_kl
 from fused_grpo.loss import (
     GRPOLoss,
@@ -17,10 +22,12 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "LinearLogprobs",
+    "compute_advantages",
     "group_relative_advantages",
     "grpo_loss",
     "linear_kl",
     "linear_logprobs",
+    "multi_reward_advantages",
     "policy_loss",
     "zero_variance_fraction",
 ]

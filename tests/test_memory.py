@@ -16,6 +16,7 @@ from fused_grpo.memory import plan_chunks
 
 H, V = 16, 600
 CHUNK = 1 << 18
+IDS = 12  # of `support_ids`
 PER_TOKEN = 160  # bytes of vectors of length N: log-probs, advantages, weights, indices, ...
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -26,13 +27,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "kl": {"ref": True, "beta": 0.1},
     "entropy": {"entropy_coef": 0.1},
     "none": {"reduction": "none"},
+    "ref_head": {"ref_head": True, "beta": 0.1},
+    "ref_head_old": {
+        "ref_head": True,
+        "beta": 0.1,
+        "old": True,
+        "importance_sampling_level": "sequence",
+    },
+    "kl_full": {"ref_head": True, "beta": 0.1, "kl_estimator": "full"},
+    "kl_top_k": {"ref_head": True, "beta": 0.1, "kl_estimator": "top_k", "kl_top_k": 8},
+    "kl_none": {"ref_head": True, "beta": 0.1, "kl_estimator": "full", "reduction": "none"},
+    "support_top_p": {"support_top_p": 0.9},
+    "support_top_k": {"support_top_k": 5},
+    "support_ids": {"ids": True},
+    "everything": {
+        "ref_head": True,
+        "beta": 0.1,
+        "kl_estimator": "full",
+        "support_top_p": 0.9,
+        "ids": True,
+        "entropy_coef": 0.1,
+    },
 }
 
 
 def batch(
     width: int = 128, dtype: torch.dtype = torch.float32, dim: int = H, **options: Any
 ) -> dict[str, Any]:
-    """Arguments of grpo_loss; ``old`` and ``ref`` ask for those vectors."""
+    """Arguments of grpo_loss; ``old``, ``ref``, ``ref_head`` and ``ids`` ask for those tensors."""
     rows = 4
     call: dict[str, Any] = {
         "hidden": torch.randn(rows, width, dim).to(dtype),
@@ -45,6 +67,11 @@ def batch(
         call["old_per_token_logps"] = torch.randn(rows, width) - 7
     if options.pop("ref", False):
         call["ref_per_token_logps"] = torch.randn(rows, width) - 7
+    if options.pop("ref_head", False):
+        call["ref_hidden"] = torch.randn(rows, width, dim).to(dtype)
+        call["ref_weight"] = torch.randn(V, dim).to(dtype)
+    if options.pop("ids", False):
+        call["support_ids"] = torch.randint(V, (rows, width, IDS))
     return call | options
 
 
@@ -60,6 +87,12 @@ def track(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> MemoryTracker:
     with MemoryTracker() as tracker:
         train(call, frozen)
     return tracker
+
+
+def vector_bytes(call: dict[str, Any]) -> int:
+    """Vectors of length N, and the ids of the counted tokens."""
+    ids = 8 * IDS if "support_ids" in call else 0
+    return call["completion_ids"].numel() * (PER_TOKEN + ids)
 
 
 def gradient_bytes(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> int:
@@ -83,7 +116,7 @@ def test_peak_stays_within_the_budget(
     for width in (64, 256):
         call = batch(width=width, dtype=dtype, **KINDS[kind])
         tracker = track(call, frozen)
-        allowed = gradient_bytes(call, frozen) + CHUNK + 4 * width * PER_TOKEN
+        allowed = gradient_bytes(call, frozen) + CHUNK + vector_bytes(call)
         assert tracker.peak <= allowed, f"{tracker.peak - allowed} bytes over"
         logits = 4 * width * V * 4
         assert width == 64 or allowed < logits / 3, "the bound says nothing"
@@ -91,12 +124,16 @@ def test_peak_stays_within_the_budget(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["none", "head"])
-@pytest.mark.parametrize("kind", ["token", "entropy"])
+@pytest.mark.parametrize(
+    "kind", ["token", "entropy", "kl_full", "kl_top_k", "support_top_p", "everything"]
+)
 def test_peak_at_a_real_vocabulary(kind: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
     """The same bound where the vectors are small beside the budget."""
     call = batch(dtype=dtype, **KINDS[kind])
     call |= {"weight": torch.randn(50_257, H).to(dtype), "chunk_bytes": 32 << 20}
-    allowed = gradient_bytes(call, frozen) + (32 << 20) + 512 * PER_TOKEN
+    if "ref_weight" in call:
+        call["ref_weight"] = torch.randn(50_257, H).to(dtype)
+    allowed = gradient_bytes(call, frozen) + (32 << 20) + vector_bytes(call)
     over = track(call, frozen).peak - allowed
     assert over <= 0, f"{over} bytes over"
 
