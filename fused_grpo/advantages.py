@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.checks import check_choice, check_number, check_tensor
+from fused_grpo.checks import check_choice, check_number, check_tensor, wide_dtype
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
@@ -171,7 +171,7 @@ def multi_reward_advantages(
         compute_advantages(column, num_generations, estimator=estimator, **options)
         for column in rewards.unbind(1)
     ]
-    dtype = _working_dtype(rewards)
+    dtype = wide_dtype(rewards)
     total = (torch.stack(parts, 1).to(dtype) * w.to(dtype)).sum(1, keepdim=True)
     valid = ~rewards.isnan().all(1, keepdim=True)
     equal = [_equal_groups(_grouped(column, num_generations)) for column in rewards.unbind(1)]
@@ -352,10 +352,6 @@ def _equal_groups(grouped: Tensor) -> Tensor:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def _working_dtype(rewards: Tensor) -> torch.dtype:
-    return torch.float32 if rewards.device.type == "mps" else torch.float64
-
-
 def _result_dtype(rewards: Tensor) -> torch.dtype:
     return torch.float64 if rewards.dtype == torch.float64 else torch.float32
 
@@ -379,7 +375,7 @@ def _grouped(rewards: Tensor, num_generations: int | None) -> Tensor:
             f"{rewards.numel()} rewards cannot be divided into groups of "
             f"num_generations={num_generations}"
         )
-    values = rewards.detach().to(_working_dtype(rewards))
+    values = rewards.detach().to(wide_dtype(rewards))
     if values.device.type == "cpu" and values.isinf().any():
         raise ValueError("rewards must be finite, or NaN where a completion could not be scored")
     return values.reshape(-1, num_generations)

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """fp64 for what is small and should be exact, on the devices that have it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
 def check_tensor(
     name: str, value: object, device: torch.device | None, floating: bool | None
 ) -> None:

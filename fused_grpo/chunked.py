@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fused_grpo.divergence import ReferenceTiles
 from fused_grpo.gradients import Chunk, add_gradients
+from fused_grpo.memory import slices
 from fused_grpo.passes import (
     Coefficients,
     HeadResult,
@@ -43,7 +44,6 @@ from fused_grpo.tiles import (
     LogitTiles,
     compute_dtype,
     row_statistics,
-    slices,
     tile_softmax,
 )
 from fused_grpo.workspace import Workspace, plan_pass

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_grpo.checks import wide_dtype
 from fused_grpo.tiles import (
     LogitTiles,
     RowStats,
@@ -61,8 +62,8 @@ class ReferenceTiles:
     """The reference's logits of a chunk, seen next to the policy's.
 
     `full` and `top_k` choose the divergence; with neither, only the targets' log-probabilities are
-    wanted. `deltas` [c, V] is filled with log(p_v / P_j) - log(r_v / R_j) for the gradient of the full
-    divergence.
+    wanted. `deltas` [c, V] is filled with log(p_v / P_j) - log(r_v / R_j) for the gradient of the
+    full divergence.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class TopEntries:
                     torch.logaddexp(rest, out)[:, None],
                 ],
                 1,
-            ).double()
+            ).to(wide_dtype(z))
             logs.append(atoms - torch.logsumexp(atoms, 1, keepdim=True))
         log_p, log_r = logs
         p, delta = log_p.exp(), _finite(log_p - log_r)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.divergence import Divergence
+from fused_grpo.memory import slices
 from fused_grpo.passes import HeadResult, Upstream, select_rows
 from fused_grpo.tiles import (
     Head,
@@ -17,7 +18,6 @@ from fused_grpo.tiles import (
     compute_dtype,
     entropy_term,
     row_blocks,
-    slices,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 DEFAULT_CHUNK_BYTES = 100 * 2**20
@@ -14,6 +15,10 @@ BLOCK_BYTES = 2**20
 # products, which sum bf16 operands in bf16.
 _MIN_TILE, _MAX_TILE = 64, 4096
 _FORWARD_TOKENS = 1024  # without gradients nothing is gained by more
+
+
+def slices(size: int, tile: int) -> Iterator[slice]:
+    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
 
 
 class ChunkPlan(NamedTuple):

@@ -11,14 +11,14 @@ constant.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from fused_grpo.checks import check_number, check_tensor
-from fused_grpo.memory import cutoff_rows
+from fused_grpo.checks import check_number, check_tensor, wide_dtype
+from fused_grpo.memory import cutoff_rows, slices
 
 # candidates looked at before all of a row is sorted: nearly every nucleus is smaller
 _CANDIDATES = 1024
@@ -54,7 +54,8 @@ class Support:
     min_p: float | None = None
     min_logp: Tensor | None = None  # [n]
     min_logit: Tensor | None = None  # [n]
-    ids: Tensor | None = None  # [n, K] int64, -1 where there is none
+    ids: Tensor | None = None  # [N, K] of all positions, -1 where there is none; never copied whole
+    index: Tensor | None = None  # [n] positions of the tokens among them
 
     @property
     def needs_logits(self) -> bool:
@@ -62,28 +63,26 @@ class Support:
         return any(x is not None for x in (self.top_k, self.top_p, self.min_p, self.min_logp))
 
     def __getitem__(self, span: slice) -> Support:
-        per_token: dict[str, Any] = {
-            f.name: value[span]
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), Tensor)
-        }
-        return replace(self, **per_token)
+        """That of a chunk [c], with `ids` [c, K] int64."""
+        ids = self.ids
+        if ids is not None and self.index is not None:
+            ids = ids[self.index[span]].long()
+        logp, logit = (None if x is None else x[span] for x in (self.min_logp, self.min_logit))
+        return Support(self.top_k, self.top_p, self.min_p, logp, logit, ids)
 
     def cutoff(self, logits: Tensor | None) -> Tensor | None:
         """[c] the smallest logit that is kept, from all logits [c, V] where they are needed."""
         cut = self.min_logit
-        if self.needs_logits:
-            assert logits is not None
-            rows = cutoff_rows(*logits.shape)
-            parts = [
-                self[slice(start, start + rows)]._cutoff_of(logits[start : start + rows])
-                for start in range(0, logits.shape[0], rows)
-            ]
-            found = torch.cat(parts) if parts else logits.new_zeros(0)
-            cut = found if cut is None else torch.maximum(found, cut.to(found.dtype))
-        return cut
+        if not self.needs_logits:
+            return cut
+        assert logits is not None
+        found = logits.new_empty(logits.shape[0])
+        for rows in slices(logits.shape[0], cutoff_rows(*logits.shape)):
+            min_logp = None if self.min_logp is None else self.min_logp[rows]
+            found[rows] = self._cutoff_of(logits[rows], min_logp)
+        return found if cut is None else torch.maximum(found, cut.to(found.dtype))
 
-    def _cutoff_of(self, z: Tensor) -> Tensor:
+    def _cutoff_of(self, z: Tensor, min_logp: Tensor | None) -> Tensor:
         cut = z.new_full((z.shape[0],), -torch.inf)
         if self.top_k is not None:
             cut = z.topk(min(self.top_k, z.shape[1])).values[:, -1]
@@ -91,8 +90,8 @@ class Support:
             cut = torch.maximum(cut, _nucleus(z, cut, self.top_p))
         if self.min_p:
             cut = torch.maximum(cut, z.amax(1) + math.log(self.min_p))
-        if self.min_logp is not None:
-            cut = torch.maximum(cut, torch.logsumexp(z, 1) + self.min_logp.to(z.dtype))
+        if min_logp is not None:
+            cut = torch.maximum(cut, torch.logsumexp(z, 1) + min_logp.to(z.dtype))
         return cut
 
 
@@ -105,7 +104,7 @@ def _nucleus(z: Tensor, floor: Tensor, top_p: float) -> Tensor:
     sizes = (_CANDIDATES, vocab) if z.device.type == "cpu" and vocab > _CANDIDATES else (vocab,)
     for size in sizes:
         values = kept.topk(size).values
-        share = (values - log_mass).double().exp_()
+        share = (values - log_mass).to(wide_dtype(z)).exp_()
         upto = share.cumsum(1)
         if size == vocab or bool((upto[:, -1] >= top_p).all()):
             break
@@ -162,8 +161,10 @@ def make_support(
             given[name] = _threshold(name, given[name], shape, index)
             bad |= given[name].isnan()
     if "ids" in given:
-        given["ids"] = _ids(given["ids"], shape, index)
-        bad |= ((given["ids"] < -1) | (given["ids"] >= vocab)).any(-1)
+        given["ids"], given["index"] = _ids(given["ids"], shape, index), index
+        for rows in slices(index.numel(), 1024):  # not all of them at once, they may be large
+            chosen = given["ids"][index[rows]]
+            bad[rows] |= ((chosen < -1) | (chosen >= vocab)).any(-1)
     if check is None:
         check = index.device.type == "cpu"
     if check and bad.any():
@@ -202,4 +203,4 @@ def _ids(value: Any, shape: torch.Size, index: Tensor) -> Tensor:
             f"support_ids has shape {list(value.shape)}: give the kept ids of each token, "
             f"{[*shape, 'K']}, padded with -1"
         )
-    return value.detach().reshape(shape.numel(), value.shape[-1])[index].long()
+    return value.detach().reshape(shape.numel(), value.shape[-1])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_grpo.memory import BLOCK_BYTES
+from fused_grpo.memory import BLOCK_BYTES, slices
 from fused_grpo.support import ChunkSupport, Support
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ class Head:
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Logits are fp32 from fp32 accumulators for every input dtype, and fp64 for fp64 inputs."""
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
-
-
-def slices(size: int, tile: int) -> Iterator[slice]:
-    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
 
 
 @dataclass

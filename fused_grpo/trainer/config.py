@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from fused_grpo.advantages import AGGREGATIONS, ESTIMATORS
 from fused_grpo.loss import GRPOLoss
 
 # what the trainer sets itself, or what would hide where a completion ends
@@ -19,6 +20,10 @@ RESERVED_GENERATION_KWARGS = frozenset(
     | {"max_new_tokens", "num_return_sequences", "num_beams", "return_dict_in_generate"}
     | {"stop_strings", "stopping_criteria"}
 )
+
+
+# the estimators that scale_rewards applies to
+SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 def _arg(default: Any, text: str) -> Any:
@@ -86,6 +91,15 @@ class GRPOConfig(TrainingArguments):
     scale_rewards: str = _arg(
         "group", "What divides the advantages: the std of the 'group' or the 'batch', or 'none'."
     )
+    advantage_estimator: str = _arg(
+        "grpo",
+        "grpo, dr_grpo, rloo, rloo_std, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, "
+        "opo, remax, pass_at_k, maxrl or gpg; all but grpo and pass_at_k have their own scale.",
+    )
+    multi_objective_aggregation: str = _arg(
+        "sum_then_normalize",
+        "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO).",
+    )
     # loss
     loss_type: str = _arg("dapo", "grpo, bnpo (tokens of a micro-batch), dr_grpo or dapo.")
     importance_sampling_level: str = _arg("token", "'token' or 'sequence' (GSPO).")
@@ -101,7 +115,7 @@ class GRPOConfig(TrainingArguments):
         self._check_numbers()
         if isinstance(self.scale_rewards, bool):  # TRL allows both
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        _choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        self._check_advantages()
         if self.remove_unused_columns:
             raise ValueError(
                 "remove_unused_columns=True would keep the columns from the reward functions"
@@ -140,6 +154,34 @@ class GRPOConfig(TrainingArguments):
     def generation_batch_size(self) -> int:
         """Completions sampled at once, over all processes."""
         return self.per_device_train_batch_size * self.generation_steps * self.world_size
+
+    @property
+    def advantage_options(self) -> dict[str, Any]:
+        """The options of `multi_reward_advantages` that stay the same in every step."""
+        options: dict[str, Any] = {
+            "weights": self.reward_weights,
+            "aggregation": self.multi_objective_aggregation,
+            "estimator": self.advantage_estimator,
+        }
+        if self.advantage_estimator in SCALED:
+            options["scale"] = self.scale_rewards
+        return options
+
+    def _check_advantages(self) -> None:
+        _choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        _choice("advantage_estimator", self.advantage_estimator, (*ESTIMATORS, "gdpo"))
+        aggregation = self.multi_objective_aggregation
+        _choice("multi_objective_aggregation", aggregation, AGGREGATIONS)
+        if self.scale_rewards != "group" and self.advantage_estimator not in SCALED:
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} does not apply to advantage_estimator="
+                f"{self.advantage_estimator!r}, only to {', '.join(SCALED)}"
+            )
+        if self.advantage_estimator == "remax" and aggregation != AGGREGATIONS[0]:
+            raise ValueError(
+                f"multi_objective_aggregation={aggregation!r} does not apply to remax, whose "
+                "baseline is the sum of the rewards of one greedy completion"
+            )
 
     def _check_numbers(self) -> None:
         for name, low in (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ProgressCallback, Trainer
 
-from fused_grpo.advantages import group_relative_advantages
+from fused_grpo.advantages import multi_reward_advantages, weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import setup
@@ -30,9 +30,12 @@ from fused_grpo.trainer.metrics import (
     completion_metrics,
     reward_metrics,
 )
-from fused_grpo.trainer.rewards import RewardFunc, reward_name, score, total_reward
+from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sample, Sampler
 from fused_grpo.trainer.sampler import GroupSampler
+
+# the estimators that count a completion as often as it has tokens
+TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 class GRPOTrainer(Trainer):
@@ -210,7 +213,9 @@ class GRPOTrainer(Trainer):
         args = self.args
         prompts, copies = grouped([row["prompt"] for row in rows])
         sample = self.sampler(self.model, prompts, copies)
-        advantages = self._advantages(score(self.reward_funcs, rows, sample, self.processing_class))
+        rewards = score(self.reward_funcs, rows, sample, self.processing_class)
+        greedy = self._greedy_rewards(rows, prompts, copies) if self._needs_greedy else None
+        advantages = self._advantages(rewards, sample.completion_mask.sum(1), greedy)
         counted = sample.completion_mask
         if args.mask_truncated_completions:
             counted = counted & sample.ended[:, None]
@@ -230,16 +235,34 @@ class GRPOTrainer(Trainer):
                     batch.ref_logps = self._reference_logps(batch)
         return batches
 
-    def _advantages(self, rewards: Tensor) -> Tensor:
-        """[B] of this process; groups may span processes, so that the rewards of all count."""
+    def _advantages(self, rewards: Tensor, lengths: Tensor, greedy: Tensor | None = None) -> Tensor:
+        """[B] of this process; groups may span processes, so that the rewards of all count.
+
+        `lengths` [B] in tokens, `greedy` [B] the reward of each prompt's greedy completion.
+        """
         args = self.args
         rewards = self.accelerator.gather(rewards)
-        total = total_reward(rewards, args.reward_weights)
+        total = weighted_sum(rewards, args.reward_weights)
         self._metrics.add(reward_metrics(rewards, total, self._names(), args.num_generations))
-        advantages = group_relative_advantages(
-            total, args.num_generations, scale=args.scale_rewards
-        )
+        options = args.advantage_options
+        if args.advantage_estimator in TOKEN_WEIGHTED:
+            options["lengths"] = self.accelerator.gather(lengths)
+        if greedy is not None:
+            options["greedy_rewards"] = self.accelerator.gather(greedy)[:: args.num_generations]
+        advantages = multi_reward_advantages(rewards, args.num_generations, **options)
         return advantages.chunk(args.world_size)[args.process_index]
+
+    @property
+    def _needs_greedy(self) -> bool:
+        return self.args.advantage_estimator == "remax"
+
+    def _greedy_rewards(
+        self, rows: list[dict[str, Any]], prompts: list[Any], copies: int
+    ) -> Tensor:
+        """[B] the weighted reward of one greedy completion of each row's prompt (ReMax)."""
+        sample = self.sampler(self.model, prompts, greedy=True)
+        rewards = score(self.reward_funcs, rows[::copies], sample, self.processing_class)
+        return weighted_sum(rewards, self.args.reward_weights).repeat_interleave(copies)
 
     @torch.no_grad()
     def _logps(self, model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -285,7 +308,7 @@ class GRPOTrainer(Trainer):
             return {name: value for part in parts for name, value in part.items()}
         start = time.perf_counter()
         rewards, lengths, ended = self._greedy(dataset)
-        total = total_reward(rewards, self.args.reward_weights)
+        total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {
             **reward_metrics(rewards, total, self._names(), None),
             **completion_metrics(lengths, ended),
