@@ -7,6 +7,7 @@ from fused_grpo.advantages import (
     zero_variance_fraction,
 )
 from fused_grpo.linear_kl import linear_kl
+from fused_grpo.linear_support import linear_support
 from fused_grpo.loss import (
     GRPOLoss,
     GRPOLossOutput,
@@ -27,6 +28,7 @@ __all__ = [
     "grpo_loss",
     "linear_kl",
     "linear_logprobs",
+    "linear_support",
     "multi_reward_advantages",
     "policy_loss",
     "zero_variance_fraction",

@@ -118,6 +118,20 @@ def flat_temperature(
     return value.detach().reshape(-1)[index]
 
 
+def counted_positions(mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """[n] positions in the flattened leading dimensions of `hidden` that a mask counts."""
+    lead = hidden.shape[:-1]
+    if mask is None:
+        return torch.arange(lead.numel(), device=hidden.device)
+    check_tensor("mask", mask, hidden.device, floating=None)
+    if mask.shape != lead:
+        raise ValueError(f"mask has shape {list(mask.shape)}; it must be {list(lead)} like hidden")
+    flat = mask.reshape(-1)
+    if flat.device.type == "cpu" and not ((flat == 0) | (flat == 1)).all():
+        raise ValueError("mask must be boolean or hold only 0 and 1")
+    return (flat != 0).nonzero().squeeze(1)
+
+
 def _two_or_three(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() in (2, 3) else hidden.reshape(-1, hidden.shape[-1])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_grpo.calls import SAME, make_call, token_values
-from fused_grpo.checks import check_choice, check_head, check_number, check_tensor
+from fused_grpo.calls import SAME, counted_positions, make_call, token_values
+from fused_grpo.checks import check_choice, check_head, check_number
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.reference import reference_linear_kl
 
@@ -65,7 +65,7 @@ def linear_kl(
     if top_k is not None:
         check_number("top_k", top_k, lambda k: k >= 1 and k == int(k), "an integer >= 1, or None")
     lead = hidden.shape[:-1]
-    index = _counted(mask, hidden)
+    index = counted_positions(mask, hidden)
     reference = {
         "ref_hidden": ref_hidden,
         "ref_weight": ref_weight,
@@ -103,20 +103,3 @@ def linear_kl(
     kl = token_values(hidden, weight, bias, call, False).kl
     assert kl is not None
     return kl.new_zeros(lead.numel()).index_copy(0, index, kl).view(lead)
-
-
-def _counted(mask: Tensor | None, hidden: Tensor) -> Tensor:
-    lead = hidden.shape[:-1]
-    if mask is None:
-        return torch.arange(lead.numel(), device=hidden.device)
-    check_tensor("mask", mask, hidden.device, floating=None)
-    if mask.shape != lead:
-        raise ValueError(f"mask has shape {list(mask.shape)}; it must be {list(lead)} like hidden")
-    flat = mask.reshape(-1)
-    if (
-        flat.dtype != torch.bool
-        and flat.device.type == "cpu"
-        and not ((flat == 0) | (flat == 1)).all()
-    ):
-        raise ValueError("mask must be boolean or hold only 0 and 1")
-    return (flat != 0).nonzero().squeeze(1)

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from fused_grpo.advantages import AGGREGATIONS, ESTIMATORS
 from fused_grpo.loss import GRPOLoss
+from fused_grpo.objectives import HEAD_KL
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -67,9 +68,13 @@ class GRPOConfig(TrainingArguments):
     num_generations: int = _arg(8, "Completions per prompt: the group size G.")
     max_completion_length: int = _arg(256, "Longest completion, in tokens.")
     temperature: float = _arg(1.0, "Of sampling, and of the log-probabilities in the loss.")
-    top_p: float = _arg(1.0, "Nucleus sampling; the loss still takes the whole distribution.")
+    top_p: float = _arg(1.0, "Nucleus sampling; see keep_sampling_mask.")
     top_k: int = _arg(0, "Sample from the k likeliest tokens only; 0: from all.")
     min_p: float | None = _arg(None, "Drop tokens below this share of the likeliest one.")
+    keep_sampling_mask: bool = _arg(
+        False,
+        "Take log-probabilities over the tokens that top_k, top_p and min_p left to the sampler.",
+    )
     repetition_penalty: float = _arg(1.0, "Above 1: discourage repetition. 1: off.")
     generation_kwargs: dict[str, Any] | str | None = _arg(
         None, "More keywords of `model.generate`, such as eos_token_id."
@@ -108,6 +113,10 @@ class GRPOConfig(TrainingArguments):
     delta: float | None = _arg(None, "Bound of the ratio for negative advantages, > 1.")
     beta: float = _arg(0.0, "Coefficient of the KL to the reference; 0 loads no reference.")
     use_bias_correction_kl: bool = _arg(False, "Multiply the KL by the ratio (DeepSeek-V3.2).")
+    kl_estimator: str = _arg(
+        "k3", "k3 from the sampled tokens; 'full' or 'top_k' from the whole vocabulary."
+    )
+    kl_top_k: int | None = _arg(None, "Entries of kl_estimator='top_k' beside the rest.")
     entropy_coef: float = _arg(0.0, "Coefficient of the entropy bonus.")
 
     def __post_init__(self) -> None:
@@ -138,12 +147,34 @@ class GRPOConfig(TrainingArguments):
             "delta": self.delta,
             "beta": self.beta,
             "use_bias_correction_kl": self.use_bias_correction_kl,
+            "kl_estimator": self.kl_estimator,
+            "kl_top_k": self.kl_top_k,
             "entropy_coef": self.entropy_coef,
             "temperature": self.temperature,
         }
         if self.loss_type == "dr_grpo":
             options["max_completion_length"] = self.max_completion_length
         return options
+
+    @property
+    def sampler_support(self) -> dict[str, Any]:
+        """What `linear_support` takes to find the sampler's support; empty if it is not kept."""
+        given = {
+            "top_k": self.top_k or None,
+            "top_p": self.top_p if self.top_p < 1 else None,
+            "min_p": self.min_p or None,
+        }
+        return {k: v for k, v in given.items() if v is not None and self.keep_sampling_mask}
+
+    @property
+    def reuses_samples(self) -> bool:
+        """Whether the policy moves between sampling a completion and the last use of it."""
+        return self.num_iterations > 1 or self.generation_steps > self.gradient_accumulation_steps
+
+    @property
+    def needs_reference_states(self) -> bool:
+        """Whether the reference's log-probabilities depend on what the loss computes."""
+        return self.beta > 0 and (self.kl_estimator in HEAD_KL or self.keep_sampling_mask)
 
     @property
     def generation_steps(self) -> int:
@@ -200,6 +231,12 @@ class GRPOConfig(TrainingArguments):
         if self.min_p is not None:
             _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "in [0, 1], or None")
         _number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "> 0")
+        if self.keep_sampling_mask and (self.repetition_penalty != 1 or not self.sampler_support):
+            raise ValueError(
+                f"keep_sampling_mask=True with top_k={self.top_k}, top_p={self.top_p}, min_p="
+                f"{self.min_p}, repetition_penalty={self.repetition_penalty}: it needs one of the "
+                "first three, and no penalty, which changes what they leave"
+            )
         _number("epsilon", self.epsilon, lambda x: 0 <= x < 1, "in [0, 1)")
         for weight in self.reward_weights or ():
             _number("reward_weights", weight, math.isfinite, "finite")

@@ -21,7 +21,15 @@ from fused_grpo.advantages import multi_reward_advantages, weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import setup
-from fused_grpo.trainer.batches import MicroBatch, grouped, logps_of, loss_of, split
+from fused_grpo.trainer.batches import (
+    MicroBatch,
+    grouped,
+    logps_of,
+    loss_of,
+    split,
+    states_of,
+    support_of,
+)
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import (
     MetricLog,
@@ -229,10 +237,14 @@ class GRPOTrainer(Trainer):
             num_items = self.accelerator.gather(local).sum() / args.world_size
             for batch in step:
                 batch.num_items = num_items
+                if args.sampler_support and args.reuses_samples:
+                    batch.support_ids = self._at_head(self.model, batch, support_of(batch, args))
                 if args.generation_steps > steps:  # the policy moves before this batch is used
-                    batch.old_logps = self._logps(self.model, batch)
-                if args.beta > 0:
-                    batch.ref_logps = self._reference_logps(batch)
+                    batch.old_logps = self._at_head(self.model, batch, logps_of(batch, args))
+                if args.needs_reference_states:
+                    batch.reference = self._at_reference(batch, states_of(batch))
+                elif args.beta > 0:
+                    batch.ref_logps = self._at_reference(batch, logps_of(batch, args))
         return batches
 
     def _advantages(self, rewards: Tensor, lengths: Tensor, greedy: Tensor | None = None) -> Tensor:
@@ -265,16 +277,16 @@ class GRPOTrainer(Trainer):
         return weighted_sum(rewards, self.args.reward_weights).repeat_interleave(copies)
 
     @torch.no_grad()
-    def _logps(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """[B, T] log-probabilities of the completions at the sampling temperature."""
+    def _at_head(self, model: nn.Module, batch: MicroBatch, head_fn: Any) -> Any:
+        """What `head_fn` makes of the hidden states of a micro-batch and the head."""
         model.eval()
-        return model(**batch.model_inputs(model), head_fn=logps_of(batch, self.args))
+        return model(**batch.model_inputs(model), head_fn=head_fn)
 
-    def _reference_logps(self, batch: MicroBatch) -> Tensor:
+    def _at_reference(self, batch: MicroBatch, head_fn: Any) -> Any:
         if self.reference is not None:
-            return self._logps(self.reference, batch)
+            return self._at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():
-            return self._logps(self.model, batch)
+            return self._at_head(self.model, batch, head_fn)
 
     def _log_sample(self, sample: Sample) -> None:
         lengths = self.accelerator.gather(sample.completion_mask.sum(1))
