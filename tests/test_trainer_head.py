@@ -83,8 +83,8 @@ def test_divergence_pulls_to_the_reference(tmp_path: Path) -> None:
         lambda prompts, **_: [1.0] * len(prompts),
         beta=1.0,
         kl_estimator="full",
-        max_steps=30,
-        learning_rate=3e-2,
+        max_steps=40,
+        learning_rate=4e-3,
         lr_scheduler_type="constant",
     )
     move_reference(run)
