@@ -99,7 +99,7 @@ def make_reference(
         scale,
         softcap,
         full,
-        top_k,
+        None if top_k is None else min(int(top_k), vocab),
     )
 
 

@@ -18,7 +18,12 @@ from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.objectives import LossSpec, Objective, head_terms, metrics, token_terms
 from fused_grpo.ops import FusedLossFunction
 from fused_grpo.passes import TokenValues
-from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
+from fused_grpo.reference import (
+    ReferenceOutput,
+    reference_logprobs,
+    reference_loss,
+    reference_support_of,
+)
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 
@@ -158,20 +163,18 @@ def linear_logprobs(
         support=support_options,
     )
     if backend == "reference":
-        return LinearLogprobs(
-            *reference_logprobs(
-                hidden,
-                weight,
-                targets,
-                bias=bias,
-                temperature=temperature,
-                logit_scale=logit_scale,
-                softcap=softcap,
-                entropy=entropy,
-                ignore_index=ignore_index,
-                **support,
-            )
-        )
+        head: dict[str, Any] = {
+            "bias": bias,
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "ignore_index": ignore_index,
+            **support_options,
+        }
+        logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
+        if call.support is None:
+            return LinearLogprobs(logps, h)
+        return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
     values = token_values(hidden, weight, bias, call, entropy)
 
     def to_layout(x: Tensor | None) -> Tensor | None:
@@ -179,11 +182,11 @@ def linear_logprobs(
             return None
         return x.new_zeros(flat.shape).index_copy(0, index, x).view(targets.shape)
 
-    logps, *others = map(
+    out, *others = map(
         to_layout, (values.logps, values.entropy, values.support_size, values.outside)
     )
-    assert logps is not None
-    return LinearLogprobs(logps, *others)
+    assert out is not None
+    return LinearLogprobs(out, *others)
 
 
 def grpo_loss(

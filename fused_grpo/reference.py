@@ -108,8 +108,8 @@ def reference_support(
     support_min_logp: Tensor | None = None,
     support_min_logit: Tensor | None = None,
     support_ids: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The entries over which ``z`` [n, V] is normalised: booleans [n, V], or None for all.
+) -> tuple[Tensor, Tensor]:
+    """The entries over which ``z`` [n, V] is normalised, as booleans [n, V].
 
     An entry is kept if it passes every condition, see ``support.SupportOptions``; the target is
     kept in any case. Also returns where that was needed, [n].
@@ -135,6 +135,30 @@ def reference_support(
         kept &= listed.scatter(1, ids.masked_fill(ids < 0, z.shape[1]), True)[:, :-1]
     outside = ~kept.gather(1, target[:, None])[:, 0]
     return kept.scatter(1, target[:, None], True), outside
+
+
+def reference_support_of(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    logit_scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    **support: Any,
+) -> tuple[Tensor, Tensor]:
+    """(how many entries are kept, whether the target is outside), both of the shape of targets."""
+    counted = targets != ignore_index
+    with torch.no_grad():
+        z = _logits(hidden, weight, counted, bias, temperature, logit_scale, softcap)
+    kept, outside = reference_support(z, targets[counted].long(), counted, **support)
+    size = torch.zeros(targets.shape, dtype=torch.int64, device=z.device)
+    return (
+        size.masked_scatter(counted, kept.sum(-1)),
+        counted.masked_scatter(counted, outside),
+    )
 
 
 def reference_kl(log_p: Tensor, log_r: Tensor, top_k: int | None = None) -> Tensor:
@@ -246,7 +270,7 @@ def reference_loss(
     parts: dict[str, Tensor | None] = {}
     if support:
         parts = {
-            "support/size": None if kept is None else kept.sum(-1),
+            "support/size": kept.sum(-1),
             "support/target_outside": outside,
         }
     kl = None

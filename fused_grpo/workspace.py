@@ -24,7 +24,7 @@ def plan_pass(
         stored = _stored_dtype(tokens, head, needs).itemsize
     if _keeps_deltas(needs, reference):
         stored += dtype.itemsize
-    extra = _extra(tokens, reference, vocab)
+    extra = _extra(tokens, reference)
     return plan_chunks(chunk_bytes, vocab, width, stored, dtype.itemsize, extra)
 
 
@@ -44,14 +44,14 @@ def _stored_dtype(tokens: Tokens, head: Head, needs: Needs) -> torch.dtype:
     return product_dtype(tokens.hidden, head.weight)
 
 
-def _extra(tokens: Tokens, reference: Reference | None, vocab: int) -> Extra:
+def _extra(tokens: Tokens, reference: Reference | None) -> Extra:
     ids = tokens.support.ids if tokens.support is not None else None
     kept = 0 if ids is None else ids.shape[1]
     needs_logits = tokens.support is not None and tokens.support.needs_logits
     width = top_k = 0
     if reference is not None:
         width = reference.head.weight.shape[1]
-        top_k = min(reference.top_k or 0, vocab)
+        top_k = reference.top_k or 0
     return Extra(width, top_k, kept, needs_logits, tokens.support is not None)
 
 

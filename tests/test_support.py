@@ -432,12 +432,13 @@ def test_backend_reference(kind: str) -> None:
     close(got.output.loss, want.output.loss, 1e-12, "loss")
     leaves, targets = head(), torch.randint(129, (3, 7))
     support = support_of(kind, (3, 7), 129)
-    close(
-        linear_logprobs(**leaves, targets=targets, backend="reference", **support).logps,
-        linear_logprobs(**leaves, targets=targets, **support).logps,
-        1e-12,
-        "logps",
+    a, b = (
+        linear_logprobs(**leaves, targets=targets, backend=backend, **support)
+        for backend in ("reference", "chunked")
     )
+    close(a.logps, b.logps, 1e-12, "logps")
+    assert torch.equal(a.support_size, b.support_size)
+    assert torch.equal(a.target_outside, b.target_outside)
 
 
 def test_module() -> None:
