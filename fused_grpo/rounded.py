@@ -26,7 +26,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fused_grpo.tiles import Head, TileSums, slices
+from fused_grpo.memory import slices
+from fused_grpo.tiles import Head, TileSums
 
 # Entries up to e^39 times as likely as the target, and down to e^-39, are represented.
 _SHIFT = 48.0
