@@ -282,10 +282,11 @@ def grpo_loss(
     if reduction == "none" or not torch.is_grad_enabled():
         logps, h = _logprobs(hidden, weight, bias, call, entropy)
         return _from_logps(logps, h, batch, spec, reduction)
+    objective = Objective(spec, batch)
     loss, per_token, logps, h, g = FusedLossFunction.apply(
-        hidden, weight, bias, call, Objective(spec, batch), entropy
+        hidden, weight, bias, call, objective, entropy
     )
-    return _output(loss, per_token, logps, h, g, batch, spec)
+    return _output(loss, per_token, logps, h, batch, objective.metrics(logps, h, g))
 
 
 class GRPOLoss(nn.Module):
@@ -424,7 +425,8 @@ def _from_logps(
         loss = batch.to_layout(per_token)
     else:
         loss = (per_token * spec.token_weights(batch)).sum()
-    out = _output(loss, per_token.detach(), logps.detach(), entropy, None, batch, spec)
+    logged = metrics(logps.detach(), entropy, None, batch, spec)
+    out = _output(loss, per_token.detach(), logps.detach(), entropy, batch, logged)
     return replace(out, per_token_loss=loss) if reduction == "none" else out
 
 
@@ -444,14 +446,13 @@ def _output(
     per_token: Tensor,
     logps: Tensor,
     entropy: Tensor | None,
-    g: Tensor | None,
     batch: TokenBatch,
-    spec: LossSpec,
+    logged: dict[str, Tensor],
 ) -> GRPOLossOutput:
     return GRPOLossOutput(
         loss=loss,
         per_token_loss=batch.to_layout(per_token),
         per_token_logps=batch.to_layout(logps),
         entropy=None if entropy is None else batch.to_layout(entropy.detach()),
-        metrics=metrics(logps, entropy, g, batch, spec),
+        metrics=logged,
     )

@@ -206,6 +206,23 @@ class Objective:
             return None
         return -self.spec.entropy_coef * self.weights[span]
 
+    def evaluate(
+        self, span: slice, logps: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """([c] per-token losses, [c] g_t, [c] dL/dentropy_t | None) of a span of tokens."""
+        loss, g = self(span, logps)
+        if self.spec.entropy_coef != 0 and entropy is not None:
+            loss = loss - self.spec.entropy_coef * entropy
+        return loss, g, self.entropy_gradient(span)
+
+    def total(self, per_token: Tensor) -> Tensor:
+        """The loss [], of the per-token losses [n] of all tokens."""
+        return (per_token * self.weights).sum()
+
+    def metrics(self, logps: Tensor, entropy: Tensor | None, g: Tensor | None) -> dict[str, Tensor]:
+        """`metrics` of all tokens, once they have been evaluated."""
+        return metrics(logps, entropy, g, self.batch, self.spec)
+
 
 def _values_and_gradient(
     logps: Tensor, weights: Tensor, loss: Callable[[Tensor], Tensor]

@@ -103,7 +103,7 @@ class FusedLossFunction(torch.autograd.Function):
             _needs(ctx, entropy, objective.spec.entropy_coef != 0),
         )
         ctx.save_for_backward(result.hidden_grad, result.weight_grad, result.bias_grad)
-        loss = (per_token * objective.weights).sum()
+        loss = objective.total(per_token)
         outputs = (per_token, result.logps, result.entropy, g)
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
         return loss, *outputs
@@ -145,10 +145,8 @@ def loss_pass(
     def evaluate(
         span: slice, logps: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        per_token[span], g[span] = objective(span, logps)
-        if objective.spec.entropy_coef != 0 and entropy is not None:
-            per_token[span] -= objective.spec.entropy_coef * entropy
-        return g[span], objective.entropy_gradient(span)
+        per_token[span], g[span], e = objective.evaluate(span, logps, entropy)
+        return g[span], e
 
     def known(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return g[span], objective.entropy_gradient(span)
