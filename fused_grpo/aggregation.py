@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from fused_grpo.batch import TokenBatch
@@ -39,8 +38,14 @@ def fixed_length(batch: TokenBatch, length: float | Tensor | None) -> Tensor:
 
 def _constant(batch: TokenBatch, divisor: float | Tensor) -> Tensor:
     like = batch.advantages
-    divisor = torch.as_tensor(divisor, dtype=like.dtype, device=like.device).clamp_min(1)
-    return (1 / divisor).expand(like.shape)
+    return (1 / as_scalar(divisor, like).clamp_min(1)).expand(like.shape)
+
+
+def as_scalar(value: float | Tensor, like: Tensor) -> Tensor:
+    """0-d, dtype and device of `like`. A number is filled in: a copy would end a graph capture."""
+    if isinstance(value, Tensor):
+        return value.detach().to(like).reshape(())
+    return like.new_full((), value)
 
 
 # scheme -> (weights, the option that sets its divisor, whether it must be given)

@@ -179,25 +179,20 @@ class Objective:
         self.local = by_token or (batch.old is None and not spec.use_bias_correction_kl)
         if self.local and not by_token:
             policy = replace(spec, beta=0.0)
-            self._fresh = _values_and_gradient(
-                torch.zeros_like(batch.advantages),
-                self.weights,
-                lambda x: token_terms(x, batch, policy).loss,
-            )
+            zeros = torch.zeros_like(batch.advantages)
+            self._fresh = values_and_gradient(zeros, self.weights, batch, policy)
 
     def __call__(self, span: slice, logps: Tensor) -> tuple[Tensor, Tensor]:
         """([c] per-token losses without the entropy term, [c] g_t) of a span of tokens."""
         batch, weights, spec = self.batch[span], self.weights[span], self.spec
         if self._fresh is None:
-            return _values_and_gradient(logps, weights, lambda x: token_terms(x, batch, spec).loss)
+            return values_and_gradient(logps, weights, batch, spec)
         loss, g = (t[span] for t in self._fresh)
         if spec.beta == 0:
             return loss, g
         by_token = replace(spec, importance_sampling_level="token")
         silent = replace(batch, advantages=torch.zeros_like(batch.advantages))
-        kl, g_kl = _values_and_gradient(
-            logps, weights, lambda x: token_terms(x, silent, by_token).loss
-        )
+        kl, g_kl = values_and_gradient(logps, weights, silent, by_token)
         return loss + kl, g + g_kl
 
     def entropy_gradient(self, span: slice) -> Tensor | None:
@@ -224,12 +219,13 @@ class Objective:
         return metrics(logps, entropy, g, self.batch, self.spec)
 
 
-def _values_and_gradient(
-    logps: Tensor, weights: Tensor, loss: Callable[[Tensor], Tensor]
+def values_and_gradient(
+    logps: Tensor, weights: Tensor, batch: TokenBatch, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
+    """([n] per-token losses without the entropy term, [n] the gradient of their weighted sum)."""
     with torch.enable_grad():
         leaf = logps.detach().requires_grad_()
-        values = loss(leaf)
+        values = token_terms(leaf, batch, spec).loss
         (g,) = torch.autograd.grad((values * weights).sum(), leaf)
     return values.detach(), g
 
@@ -256,7 +252,7 @@ def metrics(
             "log_ratio/clamped": _mean(log_ratio.abs() > (spec.log_ratio_clamp or math.inf)),
             "effective_sample_size": ratio.sum().square()
             / (n * ratio.square().sum()).clamp_min(torch.finfo(ratio.dtype).tiny),
-            "num_tokens": torch.tensor(float(n), device=logps.device),
+            "num_tokens": torch.full((), float(n), device=logps.device),
         }
         if terms.kl is not None:
             out["kl"] = _mean(terms.kl)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+# Triton reads this when it is imported: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # pytest runs with --import-mode=importlib, so that the repository root (whose kernels/ folder would
 # shadow Hugging Face's package) stays off sys.path; the helpers in this folder are plain modules.

@@ -1,0 +1,179 @@
+"""The objective by the Triton policy kernel, where it knows the loss; imports triton when used."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fused_grpo.aggregation import as_scalar
+from fused_grpo.batch import TokenBatch
+from fused_grpo.objectives import LOSS_TYPES, LossSpec, Objective
+
+if TYPE_CHECKING:
+    from fused_grpo_kernels import policy as kernel
+
+# Options that the kernel honours; any other keeps it out unless it has its default value.
+KNOWN_OPTIONS = {
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon_low",
+    "epsilon_high",
+    "delta",
+    "beta",
+    "use_bias_correction_kl",
+    "entropy_coef",
+    "log_ratio_clamp",
+    "num_items_in_batch",
+    "max_completion_length",
+}
+# Names of torch surrogates in `objectives` that have a closed form in the kernel, and schemes of
+# weights that it forms itself; it is given those of other schemes.
+KNOWN_SURROGATES = {"clip_surrogate"}
+KNOWN_LEVELS = {"token", "sequence"}
+
+
+def unsupported(spec: LossSpec, batch: TokenBatch) -> str | None:
+    """Why the kernel cannot take this loss, or None. What it does not know stays in torch."""
+    for option in fields(spec):
+        value, default = getattr(spec, option.name), option.default
+        same = value is default or (not isinstance(value, Tensor) and value == default)
+        if option.name not in KNOWN_OPTIONS and not same:
+            return f"the policy kernel does not know {option.name}={value!r}"
+    surrogate = LOSS_TYPES[spec.loss_type].surrogate
+    if surrogate.__name__ not in KNOWN_SURROGATES:
+        return f"loss_type={spec.loss_type!r} has no closed form in the policy kernel"
+    if spec.importance_sampling_level not in KNOWN_LEVELS:
+        return f"the policy kernel has no level {spec.importance_sampling_level!r}"
+    if batch.advantages.dtype != torch.float32:
+        return f"the policy kernel computes in fp32, the batch is {batch.advantages.dtype}"
+    if batch.index.numel() == 0:
+        return "there are no tokens to launch for"
+    return None
+
+
+def make_objective(spec: LossSpec, batch: TokenBatch, backend: str) -> Objective:
+    """The objective of a call: by the kernel if the backend is "triton" and it knows the loss."""
+    if backend == "triton" and unsupported(spec, batch) is None:
+        return KernelObjective(spec, batch)
+    return Objective(spec, batch)
+
+
+class KernelObjective(Objective):
+    """`Objective` in one launch per span of tokens, which also forms the total and the metrics.
+
+    The total and the metrics are those of the spans that were evaluated, each once.
+    """
+
+    def __init__(self, spec: LossSpec, batch: TokenBatch) -> None:
+        from fused_grpo_kernels import policy
+
+        self._kernel = policy
+        self._partials: dict[int, Tensor] = {}  # by the first token of the span
+        super().__init__(spec, batch)
+
+    def evaluate(
+        self, span: slice, logps: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `Objective.evaluate`; the launch forms all three."""
+        batch, fresh = self.batch[span], self._fresh is not None
+        offsets = None
+        if self.spec.importance_sampling_level == "sequence" and not fresh:
+            offsets = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0))
+        out = self._kernel.policy_terms(
+            self._inputs(batch, logps, entropy, offsets),
+            self._weights(span),
+            self._options(),
+            apart=fresh,
+        )
+        self._partials[span.start or 0] = out.partials
+        g = out.g if self._fresh is None else out.g + self._fresh[1][span]
+        return out.loss, g, out.g_entropy
+
+    def total(self, per_token: Tensor) -> Tensor:
+        """See `Objective.total`: the weighted sum that the launches formed."""
+        return self._totals()["loss"]
+
+    def metrics(self, logps: Tensor, entropy: Tensor | None, g: Tensor | None) -> dict[str, Tensor]:
+        """See `objectives.metrics`, from the sums that the launches formed."""
+        sums, spec = self._totals(), self.spec
+        count = sums["count"].clamp_min(1)
+        tiny = torch.finfo(count.dtype).tiny
+        out = {
+            "clip_ratio/low_mean": sums["clip_low"] / count,
+            "clip_ratio/high_mean": sums["clip_high"] / count,
+            # no token is both: one has A < 0, the other A > 0
+            "clip_ratio/region_mean": (sums["clip_low"] + sums["clip_high"]) / count,
+            "ratio/mean": sums["ratio"] / count,
+            "ratio/min": sums["ratio_min"],
+            "ratio/max": sums["ratio_max"],
+            "log_ratio/min": sums["log_ratio_min"],
+            "log_ratio/max": sums["log_ratio_max"],
+            "log_ratio/clamped": sums["clamped"] / count,
+            "effective_sample_size": sums["ratio"].square()
+            / (count * sums["ratio_squared"]).clamp_min(tiny),
+            "num_tokens": sums["count"],
+        }
+        if spec.beta != 0:
+            out["kl"] = sums["kl"] / count
+        if entropy is not None:
+            out["entropy"] = sums["entropy"] / count
+        if g is not None:
+            # a launch does not know the part that arrives through a sequence
+            by_token = spec.importance_sampling_level == "token"
+            idle = sums["idle"] if by_token else (g == 0).float().sum()
+            out["zero_coefficient_fraction"] = idle / count * (spec.entropy_coef == 0)
+        return out
+
+    def _totals(self) -> dict[str, Tensor]:
+        parts = [self._partials[start] for start in sorted(self._partials)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        names = self._kernel.COLUMNS
+        return dict(zip(names, self._kernel.totals(whole), strict=False))
+
+    def _inputs(
+        self, batch: TokenBatch, logps: Tensor, entropy: Tensor | None, offsets: Tensor | None
+    ) -> kernel.Inputs:
+        def flat(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.detach().contiguous()
+
+        return self._kernel.Inputs(
+            logps=logps.detach().contiguous(),
+            advantages=batch.advantages.contiguous(),
+            old=flat(batch.old),
+            ref=flat(batch.ref) if self.spec.beta != 0 else None,
+            importance=flat(batch.weight_is),
+            entropy=flat(entropy),
+            offsets=offsets,
+        )
+
+    def _weights(self, span: slice) -> kernel.Weights:
+        batch, spec, weights = self.batch, self.spec, self._kernel.Weights
+        scheme = LOSS_TYPES[spec.loss_type].scheme
+        if scheme == "sequence_mean":
+            return weights(sequence=batch.sequence[span].contiguous(), lengths=batch.lengths)
+        divisors = {
+            "local_token_mean": lambda: batch.index.numel(),
+            "token_mean": lambda: (
+                batch.index.numel() if spec.num_items_in_batch is None else spec.num_items_in_batch
+            ),
+            "fixed_length": lambda: (spec.max_completion_length or 0) * batch.lengths.numel(),
+        }
+        if scheme not in divisors:
+            return weights(given=self.weights[span].contiguous())
+        return weights(divisor=as_scalar(divisors[scheme](), batch.advantages))
+
+    def _options(self) -> kernel.Options:
+        spec = self.spec
+        return self._kernel.Options(
+            surrogate=LOSS_TYPES[spec.loss_type].surrogate.__name__,
+            low=1 - spec.epsilon_low,
+            high=1 + spec.upper,
+            delta=spec.delta,
+            beta=spec.beta or None,
+            corrected=spec.use_bias_correction_kl,
+            coef=spec.entropy_coef or None,
+            limit=spec.log_ratio_clamp,
+        )
