@@ -29,7 +29,7 @@ class Target:
     @property
     def has_descriptors(self) -> bool:
         """Whether tensor descriptors are hardware copies (TMA) there."""
-        return self.backend == "cuda" and isinstance(self.arch, int) and self.arch >= 90
+        return self.backend == "cuda" and 90 <= int(self.arch) < 120
 
     @property
     def fp_fusion(self) -> bool:
@@ -74,10 +74,11 @@ class KernelCase:
     config: Config
     dtype: str  # "bf16", "fp16" or "fp32": that of the head's operands
     needs_mma: bool = False  # whether tensor-core instructions must appear
+    divisible: tuple[str, ...] = ()  # arguments that launches give as multiples of 16
 
 
 # Modules with a function cases(target) -> Iterator[KernelCase] each.
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("forward", "target", "fold", "combine", "gradients", "policy")
 
 
 def kernel_cases(target: Target) -> Iterator[KernelCase]:
