@@ -133,7 +133,7 @@ def policy_kernel(
     BLOCK: tl.constexpr,
 ):
     """One block of tokens. Everything that is None costs nothing."""
-    block = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(0)
     t = block * BLOCK + tl.arange(0, BLOCK)
     live = t < n
     if counted is not None:
@@ -433,7 +433,7 @@ def totals(partials: Tensor) -> Tensor:
 
 
 def _config() -> Config:
-    return Config({"BLOCK": BLOCK}, num_warps=4, num_stages=1)
+    return Config({"BLOCK": BLOCK}, num_warps=8, num_stages=1)
 
 
 def _segment_config() -> Config:
@@ -447,21 +447,25 @@ def _totals_config() -> Config:
 _POINTERS = {"sequence": "*i64", "lengths": "*i64", "offsets": "*i64", "counted": "*i1"}
 _NUMBERS = {"n": "i32", "num_sequences": "i32", "blocks": "i32"}
 _FLOATS = ("low", "high", "delta", "beta", "coef", "limit")
-# What a launch leaves out, by kind of call: the least, everything at token and at sequence level.
-_ABSENT = {
-    "least": (
-        *("old", "log_ratio", "ref", "importance", "entropy", "counted", "weights", "sequence"),
-        *("lengths", "g_ratio", "g_entropy", "delta", "beta", "coef", "limit"),
-    ),
-    "token": ("log_ratio", "counted", "weights", "divisor", "g_ratio"),
-    "sequence": ("old", "weights", "sequence", "lengths"),
+# What a launch is given, of what it may leave out, by kind of call.
+_OPTIONAL = (
+    *("old", "log_ratio", "ref", "importance", "entropy", "counted", "weights", "sequence"),
+    *("lengths", "divisor", "g_ratio", "g_entropy", "delta", "beta", "coef", "limit"),
+)
+_GIVEN = {
+    "least": ("divisor",),
+    "clip": ("old", "divisor", "limit"),
+    "clip and kl": ("old", "ref", "sequence", "lengths", "beta", "limit"),
+    "token": tuple(x for x in _OPTIONAL if x not in ("log_ratio", "g_ratio", "weights", "divisor")),
+    "sequence": tuple(x for x in _OPTIONAL if x not in ("old", "weights", "sequence", "lengths")),
 }
 
 
 def cases(target: Target) -> Iterator[KernelCase]:
     """The same on every target: the kernels are elementwise, and need little of it."""
-    for kind, absent in _ABSENT.items():
-        constants = {"SURROGATE": clip_surrogate, "CORRECTED": kind != "least"}
+    for kind, given in _GIVEN.items():
+        absent = tuple(x for x in _OPTIONAL if x not in given)
+        constants = {"SURROGATE": clip_surrogate, "CORRECTED": kind in ("token", "sequence")}
         yield _case(f"policy/{kind}", policy_kernel, _config(), absent, constants)
     yield _case("policy_totals", totals_kernel, _totals_config(), (), {})
     for kind, absent in (("in", ("addend",)), ("out", ("base",))):
