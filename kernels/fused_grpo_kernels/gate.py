@@ -181,15 +181,16 @@ def changes(old: Record, new: Record) -> list[str]:
 
 
 def selected(target: str, kernels: list[str] | None, one_each: bool) -> Iterator[KernelCase]:
-    """The cases of a target, or the first configuration of each kernel and dtype."""
-    seen = set()
+    """The cases of a target, or one of each kernel: the last, which has most switched on."""
+    seen: dict[str, KernelCase] = {}
     for case in kernel_cases(TARGETS[target]):
         if kernels and not any(k in case.name for k in kernels):
             continue
-        if one_each and (case.name, case.dtype) in seen:
-            continue
-        seen.add((case.name, case.dtype))
-        yield case
+        if not one_each:
+            yield case
+        seen[case.fn.__name__] = case
+    if one_each:
+        yield from seen.values()
 
 
 def release() -> str:
@@ -228,7 +229,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     add("--kernel", nargs="+", metavar="NAME", help="only kernels whose name contains one of these")
-    add("--one-each", action="store_true", help="only the first configuration of each kernel")
+    add("--one-each", action="store_true", help="only one configuration of each kernel")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare with the committed table")
     what.add_argument("--update", action="store_true", help="write the table (all of it)")

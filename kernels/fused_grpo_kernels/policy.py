@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fused_grpo_kernels.common import on_device_of
 from fused_grpo_kernels.registry import Config, KernelCase, Target
 
 BLOCK = 256  # tokens per program
@@ -370,37 +371,38 @@ def policy_terms(
     if x.offsets is not None or apart:
         g_ratio = torch.empty_like(like)
     config = _config()
-    policy_kernel[(blocks,)](
-        x.logps,
-        x.old,
-        log_ratio,
-        x.ref,
-        x.advantages,
-        x.importance,
-        x.entropy,
-        x.counted,
-        weights.given,
-        weights.sequence,
-        weights.lengths,
-        weights.divisor,
-        loss,
-        g,
-        g_ratio,
-        g_entropy,
-        partials,
-        n,
-        1 if weights.lengths is None else weights.lengths.numel(),
-        options.low,
-        options.high,
-        options.delta,
-        options.beta,
-        options.coef,
-        options.limit,
-        SURROGATE=SURROGATES[options.surrogate],
-        CORRECTED=options.corrected,
-        **config.constexprs,
-        **config.options,
-    )
+    with on_device_of(like):
+        policy_kernel[(blocks,)](
+            x.logps,
+            x.old,
+            log_ratio,
+            x.ref,
+            x.advantages,
+            x.importance,
+            x.entropy,
+            x.counted,
+            weights.given,
+            weights.sequence,
+            weights.lengths,
+            weights.divisor,
+            loss,
+            g,
+            g_ratio,
+            g_entropy,
+            partials,
+            n,
+            1 if weights.lengths is None else weights.lengths.numel(),
+            options.low,
+            options.high,
+            options.delta,
+            options.beta,
+            options.coef,
+            options.limit,
+            SURROGATE=SURROGATES[options.surrogate],
+            CORRECTED=options.corrected,
+            **config.constexprs,
+            **config.options,
+        )
     if x.offsets is not None and not apart:
         assert g_ratio is not None
         g = segment_mean(g_ratio, x.offsets, addend=g, counted=x.counted)
@@ -418,9 +420,10 @@ def segment_mean(
     """[n] -> [n]: the mean over each token's segment of values - base, plus addend."""
     out = torch.empty_like(values)
     config = _segment_config()
-    segment_mean_kernel[(offsets.numel() - 1,)](
-        values, base, addend, counted, offsets, out, **config.constexprs, **config.options
-    )
+    with on_device_of(values):
+        segment_mean_kernel[(offsets.numel() - 1,)](
+            values, base, addend, counted, offsets, out, **config.constexprs, **config.options
+        )
     return out
 
 
@@ -428,7 +431,8 @@ def totals(partials: Tensor) -> Tensor:
     """[blocks, WIDTH] of `policy_terms` -> [WIDTH], in the order of `COLUMNS`."""
     out = partials.new_empty(WIDTH.value)
     config = _totals_config()
-    totals_kernel[(1,)](partials, out, partials.shape[0], **config.constexprs, **config.options)
+    with on_device_of(partials):
+        totals_kernel[(1,)](partials, out, partials.shape[0], **config.constexprs, **config.options)
     return out
 
 
