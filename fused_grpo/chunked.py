@@ -46,14 +46,19 @@ class Tokens:
     index: Tensor  # [n] int64, positions in the flattened leading dimensions
     target: Tensor  # [n] int64, in [0, V)
     temperature: Tensor | float  # [n] or scalar
+    counted: Tensor | None = None  # [n]; None: all. The others' hidden states are taken as zeros
 
     def rows(self, span: slice) -> Tensor:
         """[c, H] hidden states of a span of tokens; copies that span only, whatever the strides."""
         index = self.index[span]
         if self.hidden.dim() == 2:
-            return self.hidden[index]
-        width = self.hidden.shape[1]
-        return self.hidden[index // width, index % width]
+            rows = self.hidden[index]
+        else:
+            width = self.hidden.shape[1]
+            rows = self.hidden[index // width, index % width]
+        if self.counted is not None:
+            rows.masked_fill_(~self.counted[span, None], 0)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -87,15 +92,22 @@ Coefficients = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | N
 
 
 def head_pass(
-    tokens: Tokens, head: Head, needs: Needs, coefficients: Coefficients | None, chunk_bytes: int
+    tokens: Tokens,
+    head: Head,
+    needs: Needs,
+    coefficients: Coefficients | None,
+    chunk_bytes: int | None,
+    compact: bool = True,
 ) -> HeadResult:
     """Log-probabilities (and entropies) of all tokens; with `coefficients`, the gradients of
     sum_t g_t logp_t + e_t entropy_t in the same pass.
 
+    Tokens that send nothing back are always left out: `compact` is for backends that need not.
+
     Matmul work: 2NHV without coefficients, 6NHV with both gradients, 4NHV with one of them.
     """
     needs = needs if coefficients is not None else Needs(entropy=needs.entropy)
-    result = _empty_result(tokens, head, needs)
+    result = empty_result(tokens, head, needs)
     n, plan = tokens.index.numel(), plan_pass(tokens, head, needs, chunk_bytes)
     work = _Workspace.allocate(min(n, plan.tokens), plan.tile, tokens, head, needs)
     with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
@@ -108,7 +120,7 @@ def head_pass(
     return result
 
 
-def plan_pass(tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int) -> ChunkPlan:
+def plan_pass(tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int | None) -> ChunkPlan:
     """The chunks of a pass; softmaxes are kept for the gradients only."""
     (vocab, width), itemsize = head.weight.shape, compute_dtype(tokens.hidden, head.weight).itemsize
     stored = _stored_dtype(tokens.hidden, head, needs).itemsize if needs.any_grad else 0
@@ -136,7 +148,7 @@ def _fast_bf16(x: Tensor) -> bool:
     return x.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _empty_result(tokens: Tokens, head: Head, needs: Needs) -> HeadResult:
+def empty_result(tokens: Tokens, head: Head, needs: Needs) -> HeadResult:
     hidden, n = tokens.hidden, tokens.index.numel()
     dtype = compute_dtype(hidden, head.weight)
 

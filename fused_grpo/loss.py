@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from fused_grpo.backends import BACKENDS, choose
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
-from fused_grpo.chunked import Needs, head_pass
-from fused_grpo.memory import DEFAULT_CHUNK_BYTES
+from fused_grpo.chunked import Needs
 from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
 from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
 from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
 from fused_grpo.tiles import compute_dtype
-
-BACKENDS = ("auto", "chunked", "reference")
 
 
 @dataclass
@@ -79,7 +77,7 @@ def linear_logprobs(
     ignore_index: int = -100,
     backend: str = "auto",
     check_inputs: bool | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
 
@@ -99,12 +97,13 @@ def linear_logprobs(
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
         entropy: also return the entropies (nats), differentiable.
-        backend: "auto", "chunked" (torch, a chunk of tokens at a time) or "reference" (full
-            logits, autograd).
+        backend: "triton" (kernels, for CUDA and ROCm; on a CPU only where TRITON_INTERPRET=1 was
+            set before triton was imported), "chunked" (torch, a chunk of tokens at a time),
+            "reference" (full logits, autograd), or "auto": triton on GPUs, else chunked.
         check_inputs: raise on targets or temperatures out of range. None: on a CPU only, as the
             check would make a GPU wait; there, without it, such a token's results are NaN.
         chunk_bytes: bound of the extra memory, gradients and one fp32 copy of a half-precision
-            weight's gradient aside (see `memory.plan_chunks`).
+            weight's gradient aside (see `memory`). None: 100 MiB, or 2 GiB on a GPU with triton.
 
     Returns:
         fp32 results (fp64 for fp64 inputs), from fp32 logits with fp32 accumulators whatever the
@@ -142,7 +141,8 @@ def linear_logprobs(
                 ignore_index=ignore_index,
             )
         )
-    call = HeadCall(index, target, temperature, logit_scale, softcap, chunk_bytes)
+    head_backend = choose(backend, hidden, weight)
+    call = HeadCall(index, target, temperature, logit_scale, softcap, chunk_bytes, head_backend)
     logps, h = _logprobs(hidden, weight, bias, call, entropy)
 
     def to_layout(values: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def grpo_loss(
     reduction: str = "sum",
     backend: str = "auto",
     check_inputs: bool | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
@@ -278,7 +278,10 @@ def grpo_loss(
             **options,
         )
         return _from_reference(out, reduction)
-    call = HeadCall(batch.index, target, temperature, logit_scale, softcap, chunk_bytes)
+    head_backend = choose(backend, hidden, weight)
+    call = HeadCall(
+        batch.index, target, temperature, logit_scale, softcap, chunk_bytes, head_backend
+    )
     if reduction == "none" or not torch.is_grad_enabled():
         logps, h = _logprobs(hidden, weight, bias, call, entropy)
         return _from_logps(logps, h, batch, spec, reduction)
@@ -410,7 +413,7 @@ def _logprobs(
     if torch.is_grad_enabled():
         return LogprobsFunction.apply(hidden, weight, bias, call, entropy)
     tokens, head = call.bind(hidden, weight, bias)
-    result = head_pass(tokens, head, Needs(entropy=entropy), None, call.chunk_bytes)
+    result = call.head_pass(tokens, head, Needs(entropy=entropy), None)
     return result.logps, result.entropy
 
 

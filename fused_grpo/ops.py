@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo.chunked import HeadResult, Needs, Tokens, head_pass, plan_pass
+from fused_grpo.backends import Backend
+from fused_grpo.chunked import Coefficients, HeadResult, Needs, Tokens
+from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
 from fused_grpo.tiles import Head
 
@@ -23,13 +25,24 @@ class HeadCall:
     temperature: Tensor | float  # [n] or scalar
     logit_scale: float
     softcap: float | None
-    chunk_bytes: int
+    chunk_bytes: int | None
+    backend: Backend
+    counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
 
     def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
         return (
-            Tokens(hidden, self.index, self.target, self.temperature),
+            Tokens(hidden, self.index, self.target, self.temperature, self.counted),
             Head(weight, bias, self.logit_scale, self.softcap),
         )
+
+    def head_pass(
+        self, tokens: Tokens, head: Head, needs: Needs, coefficients: Coefficients | None
+    ) -> HeadResult:
+        compact = self.counted is None
+        return self.backend.head_pass(tokens, head, needs, coefficients, self.chunk_bytes, compact)
+
+    def plan_pass(self, tokens: Tokens, head: Head, needs: Needs) -> ChunkPlan:
+        return self.backend.plan_pass(tokens, head, needs, self.chunk_bytes)
 
 
 class LogprobsFunction(torch.autograd.Function):
@@ -54,7 +67,7 @@ class LogprobsFunction(torch.autograd.Function):
         ctx.call, ctx.needs = call, needs
         ctx.unit = _only_hidden(needs) and not entropy
         coefficients = _unit_coefficients if ctx.unit else None
-        result = head_pass(*call.bind(hidden, weight, bias), needs, coefficients, call.chunk_bytes)
+        result = call.head_pass(*call.bind(hidden, weight, bias), needs, coefficients)
         ctx.save_for_backward(*((result.hidden_grad,) if ctx.unit else (hidden, weight, bias)))
         ctx.dtype = result.logps.dtype
         return result.logps, result.entropy
@@ -73,7 +86,7 @@ class LogprobsFunction(torch.autograd.Function):
             return g[span], None if e is None else e[span]
 
         needs = replace(ctx.needs, entropy=e is not None, entropy_grad=e is not None)
-        result = head_pass(*call.bind(*ctx.saved_tensors), needs, upstream, call.chunk_bytes)
+        result = call.head_pass(*call.bind(*ctx.saved_tensors), needs, upstream)
         return result.hidden_grad, result.weight_grad, result.bias_grad, None, None
 
 
@@ -151,16 +164,16 @@ def loss_pass(
     def known(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return g[span], objective.entropy_gradient(span)
 
-    plan = plan_pass(tokens, head, needs, call.chunk_bytes)
+    plan = call.plan_pass(tokens, head, needs)
     if needs.any_grad and (objective.local or n <= plan.tokens):
-        return head_pass(tokens, head, needs, evaluate, call.chunk_bytes), per_token, g
+        return call.head_pass(tokens, head, needs, evaluate), per_token, g
     unit = _only_hidden(needs) and objective.spec.entropy_coef == 0
-    result = head_pass(tokens, head, needs, _unit_coefficients if unit else None, call.chunk_bytes)
+    result = call.head_pass(tokens, head, needs, _unit_coefficients if unit else None)
     evaluate(everything, result.logps, result.entropy)
     if unit and result.hidden_grad is not None:
         result.hidden_grad = _scale_rows(result.hidden_grad, call.index, g, in_place=True)
     elif needs.any_grad:
-        second = head_pass(tokens, head, needs, known, call.chunk_bytes)
+        second = call.head_pass(tokens, head, needs, known)
         result = HeadResult(
             result.logps,
             result.entropy,

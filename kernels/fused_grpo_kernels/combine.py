@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fused_grpo_kernels.common import on_device_of, softplus
 from fused_grpo_kernels.registry import Config, KernelCase, Target, target_of

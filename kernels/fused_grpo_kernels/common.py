@@ -87,7 +87,7 @@ def exponentials(
     d = z - top[:, None]
     e = tl.exp2(d * LOG2E)
     at = (first // TILE).to(tl.int64) * n + rows
-    inside = (rows < n) & (first < vocab)
+    inside = (rows < n) & (tl.zeros_like(rows) + first < vocab)
     tl.store(top_out + at, top, mask=inside)
     tl.store(mass_out + at, tl.sum(e, 1), mask=inside)
     if spread_out is not None:  # 0 * -inf is 0 here

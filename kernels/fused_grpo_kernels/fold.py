@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,6 +60,11 @@ def config_of(target: Target) -> Config:
     if target.backend == "interpreter":
         return Config({"BM": 32, "TILE": 32}, 1, 1)
     return Config({"BM": 16, "TILE": 128}, 4, 1)
+
+
+def tile_width(device: torch.device) -> int:
+    """Vocabulary entries per tile."""
+    return int(config_of(target_of(device)).constexprs["TILE"])
 
 
 def fold(

@@ -125,12 +125,13 @@ def _copies_out(target: Target, config: Config, capped: bool) -> bool:
     return config.constexprs["DESCRIPTORS"] and not (capped and int(target.arch) >= 100)
 
 
-def applies(hidden: Tensor, weight: Tensor, target: Target) -> str | None:
-    """None if this kernel takes these operands well, otherwise why not (then see `fold`)."""
-    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float16):
-        return f"operands are {hidden.dtype} and {weight.dtype}, not both bf16 or fp16"
-    if weight.stride(1) != 1 or weight.stride(0) % 16 or weight.data_ptr() % 16:
-        return "the weight's rows are not contiguous and aligned to 16 elements"
+def refusal(dtype: torch.dtype, weight: Tensor, target: Target) -> str | None:
+    """Why this kernel does not take operands of `dtype` with this weight (see `fold`), or None."""
+    if weight.dtype != dtype or dtype not in (torch.bfloat16, torch.float16):
+        return f"operands are {dtype} and {weight.dtype}, not both bf16 or fp16"
+    aligned = weight.stride(0) % 16 == 0 and weight.data_ptr() % 16 == 0
+    if weight.stride(1) != 1 or not aligned or weight.shape[1] % 16:
+        return "the weight's rows are not contiguous and a multiple of 16 entries long and apart"
     if target.backend == "cuda" and int(target.arch) < 80:
         return f"sm_{target.arch} has no bf16 tensor cores"
     return None

@@ -1,0 +1,61 @@
+"""The one choice of backend: what passes over the head."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_grpo import chunked
+from fused_grpo.chunked import HeadResult
+from fused_grpo.memory import ChunkPlan
+
+BACKENDS = ("auto", "triton", "chunked", "reference")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`chunked.head_pass` and `chunked.plan_pass`, or others with their arguments."""
+
+    name: str
+    head_pass: Callable[..., HeadResult]
+    plan_pass: Callable[..., ChunkPlan]
+
+
+CHUNKED = Backend("chunked", chunked.head_pass, chunked.plan_pass)
+
+
+def choose(name: str, hidden: Tensor, weight: Tensor) -> Backend:
+    """The backend of a call; "auto" is Triton on CUDA and ROCm, chunked torch elsewhere.
+
+    Raises:
+        ValueError: "triton" cannot be had with these tensors.
+    """
+    if name == "chunked":
+        return CHUNKED
+    reason = why_not_triton(hidden, weight, explicit=name == "triton")
+    if reason is None:
+        from fused_grpo import triton_backend
+
+        return Backend("triton", triton_backend.head_pass, triton_backend.plan_pass)
+    if name == "triton":
+        raise ValueError(f'backend="triton": {reason}; use "chunked", or "auto"')
+    return CHUNKED
+
+
+def why_not_triton(hidden: Tensor, weight: Tensor, explicit: bool) -> str | None:
+    """The reason against Triton; None: none. Interpreted kernels are for those who ask by name."""
+    if not explicit and hidden.device.type != "cuda":
+        return f"the tensors are on {hidden.device}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if hidden.device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(hidden.device)
+        if major < 8:
+            return f"compute capability {major}.{minor} is below 8.0"
+    from fused_grpo import triton_backend
+
+    return triton_backend.unsupported(hidden, weight)
