@@ -22,24 +22,49 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fused_grpo_kernels.registry import TARGETS, KernelCase, Target, kernel_cases
 
-# Bytes of shared memory that one block may have.
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-# The matrix instruction of each chip, as PTX or AMD assembly spells it.
-MMA = {
-    "sm_80": "mma.sync",
-    "sm_90": "wgmma.mma_async",
-    "sm_100": "tcgen05.mma",
-    "gfx942": "v_mfma",
+# Bytes of shared memory that one block may have, by chip; 99 KiB on those that are not here.
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_103": 227 * 1024,
+    "gfx90a": 64 * 1024,
+    "gfx942": 64 * 1024,
+    "gfx950": 160 * 1024,
 }
 # How far counts may drift before --check calls it a change. What is yes or no has no margin.
 MARGIN = {"registers": 8, "instructions": 0.05, "shared": 1024}
 TABLES = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+def target_named(name: str) -> Target:
+    """The target that "sm_90" or "gfx942" names; any chip, not only those of the table.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    if re.fullmatch(r"sm_\d{2,3}", name):
+        return Target("cuda", int(name[3:]), 32)
+    if re.fullmatch(r"gfx9\w{2}", name):
+        return Target("hip", name, 64)
+    raise ValueError(f"{name!r} is no target: give sm_<capability>, as sm_90, or gfx9<..>")
+
+
+def mma_of(name: str) -> str:
+    """The matrix instruction of a chip, as PTX or AMD assembly spells it."""
+    target = target_named(name)
+    if target.backend == "hip":
+        return "v_mfma"
+    arch = int(target.arch)
+    if arch == 90:
+        return "wgmma.mma_async"
+    return "tcgen05.mma" if 100 <= arch < 120 else "mma.sync"
 
 
 @dataclass(frozen=True)
@@ -53,7 +78,7 @@ class Record:
     error: str | None = None  # of the compiler, first line
     registers: int = 0
     stack: int = 0  # bytes of stack (CUDA) or scratch (ROCm) a thread
-    spills: int = 0  # local loads and stores (CUDA), spilled registers (ROCm)
+    spills: int = 0  # local loads and stores (CUDA), spilled vector registers (ROCm)
     shared: int = 0  # bytes
     mma: int = 0  # matrix instructions
     instructions: int = 0
@@ -92,18 +117,18 @@ def compile_case(case: KernelCase, target: Target) -> Any:
 
 def measure(case: KernelCase, name: str) -> Record:
     """Compiles a case for the target `name` and reads what came out."""
-    row = (name, case.name, describe(case), case.dtype)
+    row = Record(name, case.name, describe(case), case.dtype)
     try:
-        compiled = compile_case(case, TARGETS[name])
+        compiled = compile_case(case, target_named(name))
     except Exception as error:  # the table has to name what does not compile, whatever it raises
         text = str(error).strip() or type(error).__name__
-        return Record(*row, error=f"{type(error).__name__}: {text.splitlines()[0]}"[:200])
+        return replace(row, error=f"{type(error).__name__}: {text.splitlines()[0]}"[:200])
     shared = int(compiled.metadata.shared)
-    if TARGETS[name].backend == "hip":
-        return Record(*row, shared=shared, **read_amdgcn(compiled.asm["amdgcn"]))
+    if target_named(name).backend == "hip":
+        return replace(row, shared=shared, **read_amdgcn(compiled.asm["amdgcn"]))
     usage, sass = (cuobjdump(compiled.asm["cubin"], flag) for flag in ("-res-usage", "-sass"))
-    mma = count_instructions(compiled.asm["ptx"], MMA[name])
-    return Record(*row, shared=shared, mma=mma, **read_cuda(usage, sass))
+    mma = count_instructions(compiled.asm["ptx"], mma_of(name))
+    return replace(row, shared=shared, mma=mma, **read_cuda(usage, sass))
 
 
 def cuobjdump(cubin: bytes, flag: str) -> str:
@@ -117,7 +142,7 @@ def cuobjdump(cubin: bytes, flag: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def read_cuda(usage: str, sass: str) -> dict[str, int]:
+def read_cuda(usage: str, sass: str) -> dict[str, Any]:
     """Registers and stack of `cuobjdump -res-usage`, spills and instructions of `-sass`."""
     found = {key: int(x) for key, x in re.findall(r"\b(REG|STACK):(\d+)", usage)}
     instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass)
@@ -129,7 +154,7 @@ def read_cuda(usage: str, sass: str) -> dict[str, int]:
     }
 
 
-def read_amdgcn(text: str) -> dict[str, int]:
+def read_amdgcn(text: str) -> dict[str, Any]:
     """What the assembly's metadata and its instructions say."""
 
     def metadata(key: str) -> int:
@@ -142,8 +167,9 @@ def read_amdgcn(text: str) -> dict[str, int]:
     return {
         "registers": metadata("vgpr_count"),
         "stack": metadata("private_segment_fixed_size"),
-        "spills": metadata("vgpr_spill_count") + metadata("sgpr_spill_count"),
-        "mma": sum(x.startswith(MMA["gfx942"]) for x in lines),
+        # scalar registers spill into lanes of vector registers, not to memory
+        "spills": metadata("vgpr_spill_count"),
+        "mma": sum(x.startswith("v_mfma") for x in lines),
         "instructions": sum(x.startswith(("v_", "s_", "ds_", "buffer_", "global_")) for x in lines),
     }
 
@@ -159,10 +185,11 @@ def problems(row: Record, needs_mma: bool) -> list[str]:
     found = []
     if row.stack or row.spills:
         found.append(f"spills: {row.stack} bytes of stack, {row.spills} spilled")
-    if row.shared > SHARED_LIMIT[row.target]:
-        found.append(f"{row.shared} bytes of shared memory, limit {SHARED_LIMIT[row.target]}")
+    limit = SHARED_LIMIT.get(row.target, 99 * 1024)
+    if row.shared > limit:
+        found.append(f"{row.shared} bytes of shared memory, limit {limit}")
     if needs_mma and not row.mma:
-        found.append(f"no {MMA[row.target]}")
+        found.append(f"no {mma_of(row.target)}")
     return found
 
 
@@ -183,7 +210,7 @@ def changes(old: Record, new: Record) -> list[str]:
 def selected(target: str, kernels: list[str] | None, one_each: bool) -> Iterator[KernelCase]:
     """The cases of a target, or one of each kernel: the last, which has most switched on."""
     seen: dict[str, KernelCase] = {}
-    for case in kernel_cases(TARGETS[target]):
+    for case in kernel_cases(target_named(target)):
         if kernels and not any(k in case.name for k in kernels):
             continue
         if not one_each:
@@ -227,22 +254,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m fused_grpo_kernels.gate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    add("--target", nargs="+", metavar="NAME", default=list(TARGETS), help="sm_90, gfx942, ...")
     add("--kernel", nargs="+", metavar="NAME", help="only kernels whose name contains one of these")
     add("--one-each", action="store_true", help="only one configuration of each kernel")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare with the committed table")
     what.add_argument("--update", action="store_true", help="write the table (all of it)")
+    add("--json", action="store_true", help="print a line of JSON per compilation")
     add("--out", type=Path, default=TABLES, help="folder of the tables")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    try:
+        for name in args.target:
+            target_named(name)
+    except ValueError as error:
+        print(f"gate: --target: {error}", file=sys.stderr)
+        return 2
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("gate: TRITON_INTERPRET is set: nothing would be compiled", file=sys.stderr)
         return 2
-    whole = not args.kernel and not args.one_each and len(args.target) == len(TARGETS)
+    whole = not args.kernel and not args.one_each and args.target == list(TARGETS)
     if args.update and not whole:
         print("gate: --update writes the whole table: leave the selection out", file=sys.stderr)
         return 2
@@ -261,7 +295,8 @@ def main(argv: list[str] | None = None) -> int:
                 wrong.append("not in the committed table: run --update")
             elif args.check:
                 wrong += changes(committed[row.key], row)
-            print(report_line(row, wrong), flush=True)
+            text = json.dumps(asdict(row) | {"problems": wrong}) if args.json else None
+            print(text or report_line(row, wrong), flush=True)
             failures += bool(wrong)
             rows.append(row)
     if args.check and whole:
@@ -272,6 +307,8 @@ def main(argv: list[str] | None = None) -> int:
         write_table(rows, path)
         print(f"wrote {path} and .md")
     seconds = time.perf_counter() - start
+    if args.json:
+        return 1 if failures else 0
     print(f"Triton {release()}: {len(rows)} compilations, {failures} failed, {seconds:.0f} s")
     return 1 if failures else 0
 
@@ -281,7 +318,7 @@ def report_line(row: Record, wrong: list[str]) -> str:
         numbers = (
             f"{row.registers} registers, {row.shared} B shared, {row.instructions} instructions"
         )
-        numbers += f", {row.mma} x {MMA[row.target]}" if row.mma else ""
+        numbers += f", {row.mma} x {mma_of(row.target)}" if row.mma else ""
     else:
         numbers = "-"
     return f"{' '.join(row.key)}: {numbers}: {'; '.join(wrong) if wrong else 'ok'}"
