@@ -15,10 +15,11 @@ from fused_grpo.backends import BACKENDS, choose
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
 from fused_grpo.chunked import Needs
-from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
+from fused_grpo.objectives import LossSpec, metrics, token_terms
 from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
 from fused_grpo.reference import ReferenceOutput, reference_logprobs, reference_loss
 from fused_grpo.tiles import compute_dtype
+from fused_grpo.triton_policy import make_objective
 
 
 @dataclass
@@ -285,7 +286,7 @@ def grpo_loss(
     if reduction == "none" or not torch.is_grad_enabled():
         logps, h = _logprobs(hidden, weight, bias, call, entropy)
         return _from_logps(logps, h, batch, spec, reduction)
-    objective = Objective(spec, batch)
+    objective = make_objective(spec, batch, head_backend.name)
     loss, per_token, logps, h, g = FusedLossFunction.apply(
         hidden, weight, bias, call, objective, entropy
     )

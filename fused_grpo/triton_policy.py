@@ -15,7 +15,8 @@ from fused_grpo.objectives import LOSS_TYPES, LossSpec, Objective
 if TYPE_CHECKING:
     from fused_grpo_kernels import policy as kernel
 
-# Options that the kernel honours; any other keeps it out unless it has its default value.
+# Options that the kernel honours; any other keeps it out unless it has its default value. The same
+# for the fields of a batch, unless they are None.
 KNOWN_OPTIONS = {
     "loss_type",
     "importance_sampling_level",
@@ -33,6 +34,10 @@ KNOWN_OPTIONS = {
 # weights that it forms itself; it is given those of other schemes.
 KNOWN_SURROGATES = {"clip_surrogate"}
 KNOWN_LEVELS = {"token", "sequence"}
+KNOWN_FIELDS = {
+    *("index", "target", "sequence", "lengths", "shape"),
+    *("advantages", "old", "ref", "weight_is"),
+}
 
 
 def unsupported(spec: LossSpec, batch: TokenBatch) -> str | None:
@@ -42,6 +47,9 @@ def unsupported(spec: LossSpec, batch: TokenBatch) -> str | None:
         same = value is default or (not isinstance(value, Tensor) and value == default)
         if option.name not in KNOWN_OPTIONS and not same:
             return f"the policy kernel does not know {option.name}={value!r}"
+    for part in fields(batch):
+        if part.name not in KNOWN_FIELDS and getattr(batch, part.name) is not None:
+            return f"the policy kernel does not know {part.name} of a batch"
     surrogate = LOSS_TYPES[spec.loss_type].surrogate
     if surrogate.__name__ not in KNOWN_SURROGATES:
         return f"loss_type={spec.loss_type!r} has no closed form in the policy kernel"

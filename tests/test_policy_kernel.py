@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 import torch
+from cases import make_case
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from oracle import check, ours
+from pairwise import pairwise
 from torch import Tensor
 
 from fused_grpo import objectives, triton_policy
@@ -455,6 +458,76 @@ def test_fp64_and_empty_batches_stay_in_torch():
     assert "fp32" in unsupported(LossSpec(), batch.flat(torch.float64)[0])
     batch.tensors["completion_mask"][:] = False
     assert "no tokens" in unsupported(LossSpec(), batch.flat()[0])
+
+
+@dataclass(frozen=True)
+class _NewerBatch(TokenBatch):
+    extra: Tensor | None = None
+
+
+def test_a_field_of_a_batch_that_the_kernel_does_not_know_stays_in_torch():
+    flat = make().flat()[0]
+    newer = _NewerBatch(**{f.name: getattr(flat, f.name) for f in fields(flat)})
+    assert unsupported(LossSpec(), newer) is None
+    assert "extra" in unsupported(LossSpec(), replace(newer, extra=flat.advantages))
+
+
+# --- the public loss -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the loss launched: number of tokens, by call of the policy kernel."""
+    seen = []
+    true = policy.policy_terms
+
+    def counting(inputs: Any, *args: Any, **options: Any) -> Any:
+        seen.append(inputs.logps.numel())
+        return true(inputs, *args, **options)
+
+    monkeypatch.setattr(policy, "policy_terms", counting)
+    return seen
+
+
+PUBLIC = pairwise(
+    {
+        "loss": LOSSES,
+        "level": ("token", "sequence"),
+        "old": (True, False),
+        "beta": (0.0, 0.1),
+        "corrected": (True, False),
+        "entropy_coef": (0.0, 0.02),
+        "chunk_bytes": (None, 60_000),
+    }
+)
+
+
+@pytest.mark.parametrize("row", PUBLIC, ids=str)
+def test_the_public_loss_uses_it_and_agrees_with_fp64(row, launches):
+    case = make_case(
+        dtype=torch.float32,
+        rows=5,
+        width=9,
+        vocab=67,
+        dim=16,
+        old=row["old"],
+        ref=row["beta"] > 0,
+        importance_sampling_level=row["level"],
+        beta=row["beta"],
+        use_bias_correction_kl=row["corrected"] and row["beta"] > 0,
+        entropy_coef=row["entropy_coef"],
+        **row["loss"],
+    )
+    check(case, backend="triton", chunk_bytes=row["chunk_bytes"])
+    assert sum(launches) >= int(case.mask.sum())
+
+
+def test_the_public_loss_takes_torch_where_the_kernel_cannot(launches, monkeypatch):
+    monkeypatch.setitem(LOSS_TYPES, "dapo", LossType(lambda r, a, spec: -(r - 1) * a, "token_mean"))
+    case = make_case(dtype=torch.float32, rows=3, width=4, vocab=33, dim=16, ref=False)
+    chunked, triton_ = (ours(case, backend=name) for name in ("chunked", "triton"))
+    assert not launches
+    close(triton_.output.loss.detach(), chunked.output.loss.detach(), "loss", 1e-5)
 
 
 def test_the_tables_name_what_exists():
