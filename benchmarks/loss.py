@@ -83,6 +83,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.loss: --device cuda, but torch sees no GPU")
     silence_known_warnings()
     results: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.loss", *(argv or sys.argv[1:])]),

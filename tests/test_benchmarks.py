@@ -186,3 +186,9 @@ def test_the_defaults_on_a_gpu_are_the_heads_in_bf16():
     assert (args.heads, args.shape, args.dtype) == (False, ["real", "qwen"], ["fp32", "bf16"])
     with pytest.raises(SystemExit):
         loss.parse(["--shape", "real", "qwen3-8b"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(SystemExit, match="sees no GPU"):
+        loss.main(["--device", "cuda"])
