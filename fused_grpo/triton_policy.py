@@ -80,6 +80,7 @@ class KernelObjective(Objective):
 
         self._kernel = policy
         self._partials: dict[int, Tensor] = {}  # by the first token of the span
+        self._sums: Tensor | None = None
         super().__init__(spec, batch)
 
     def evaluate(
@@ -89,57 +90,66 @@ class KernelObjective(Objective):
         batch, fresh = self.batch[span], self._fresh is not None
         offsets = None
         if self.spec.importance_sampling_level == "sequence" and not fresh:
-            offsets = torch.nn.functional.pad(batch.lengths.cumsum(0), (1, 0))
+            bounds = torch.arange(batch.lengths.numel() + 1, device=logps.device)
+            offsets = torch.searchsorted(batch.sequence, bounds)
         out = self._kernel.policy_terms(
             self._inputs(batch, logps, entropy, offsets),
             self._weights(span),
             self._options(),
             apart=fresh,
         )
-        self._partials[span.start or 0] = out.partials
+        self._partials[span.start or 0], self._sums = out.partials, None
         g = out.g if self._fresh is None else out.g + self._fresh[1][span]
         return out.loss, g, out.g_entropy
 
     def total(self, per_token: Tensor) -> Tensor:
         """See `Objective.total`: the weighted sum that the launches formed."""
-        return self._totals()["loss"]
+        return self._totals()["loss"].clone()  # a view could not be divided in place
 
     def metrics(self, logps: Tensor, entropy: Tensor | None, g: Tensor | None) -> dict[str, Tensor]:
         """See `objectives.metrics`, from the sums that the launches formed."""
         sums, spec = self._totals(), self.spec
         count = sums["count"].clamp_min(1)
+        mean = self._named(self._whole() / count)
         tiny = torch.finfo(count.dtype).tiny
         out = {
-            "clip_ratio/low_mean": sums["clip_low"] / count,
-            "clip_ratio/high_mean": sums["clip_high"] / count,
+            "clip_ratio/low_mean": mean["clip_low"],
+            "clip_ratio/high_mean": mean["clip_high"],
             # no token is both: one has A < 0, the other A > 0
-            "clip_ratio/region_mean": (sums["clip_low"] + sums["clip_high"]) / count,
-            "ratio/mean": sums["ratio"] / count,
+            "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
+            "ratio/mean": mean["ratio"],
             "ratio/min": sums["ratio_min"],
             "ratio/max": sums["ratio_max"],
             "log_ratio/min": sums["log_ratio_min"],
             "log_ratio/max": sums["log_ratio_max"],
-            "log_ratio/clamped": sums["clamped"] / count,
+            "log_ratio/clamped": mean["clamped"],
             "effective_sample_size": sums["ratio"].square()
             / (count * sums["ratio_squared"]).clamp_min(tiny),
             "num_tokens": sums["count"],
         }
         if spec.beta != 0:
-            out["kl"] = sums["kl"] / count
+            out["kl"] = mean["kl"]
         if entropy is not None:
-            out["entropy"] = sums["entropy"] / count
+            out["entropy"] = mean["entropy"]
         if g is not None:
             # a launch does not know the part that arrives through a sequence
             by_token = spec.importance_sampling_level == "token"
-            idle = sums["idle"] if by_token else (g == 0).float().sum()
-            out["zero_coefficient_fraction"] = idle / count * (spec.entropy_coef == 0)
+            idle = mean["idle"] if by_token else (sums["count"] - (g != 0).sum()) / count
+            out["zero_coefficient_fraction"] = idle * (spec.entropy_coef == 0)
         return out
 
     def _totals(self) -> dict[str, Tensor]:
-        parts = [self._partials[start] for start in sorted(self._partials)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        names = self._kernel.COLUMNS
-        return dict(zip(names, self._kernel.totals(whole), strict=False))
+        return self._named(self._whole())
+
+    def _named(self, columns: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self._kernel.COLUMNS, columns.unbind(), strict=False))
+
+    def _whole(self) -> Tensor:
+        """[WIDTH] sums, minima and maxima over all spans; formed once."""
+        if self._sums is None:
+            parts = [self._partials[start] for start in sorted(self._partials)]
+            self._sums = self._kernel.totals(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return self._sums
 
     def _inputs(
         self, batch: TokenBatch, logps: Tensor, entropy: Tensor | None, offsets: Tensor | None

@@ -15,7 +15,7 @@ from oracle import check, ours
 from pairwise import pairwise
 from torch import Tensor
 
-from fused_grpo import objectives, triton_policy
+from fused_grpo import grpo_loss, objectives, triton_policy
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.objectives import LOSS_TYPES, LossSpec, LossType, Objective
 from fused_grpo.reference import reference_policy_loss
@@ -520,6 +520,24 @@ def test_the_public_loss_uses_it_and_agrees_with_fp64(row, launches):
     )
     check(case, backend="triton", chunk_bytes=row["chunk_bytes"])
     assert sum(launches) >= int(case.mask.sum())
+
+
+def test_the_loss_can_be_divided_in_place():
+    case = make_case(dtype=torch.float32, rows=3, width=4, vocab=33, dim=16, beta=0.1)
+    whole = ours(case, backend="triton")
+    hidden = case.hidden.clone().requires_grad_()
+    loss = grpo_loss(
+        hidden,
+        case.weight,
+        case.ids,
+        case.advantages,
+        backend="triton",
+        **case.tensors,
+        **case.options,
+    ).loss
+    loss /= 4
+    loss.backward()
+    torch.testing.assert_close(hidden.grad * 4, whole.grads["hidden"])
 
 
 def test_the_public_loss_takes_torch_where_the_kernel_cannot(launches, monkeypatch):
