@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,3 +33,50 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("both_backends"):
+        metafunc.parametrize("head_backend", ["chunked", "triton"], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The kernels take no float64; what asks for it is tested with the torch backend alone."""
+
+    def applies(item: pytest.Item) -> bool:
+        values = getattr(item, "callspec", None)
+        values = {} if values is None else values.params
+        return values.get("head_backend") != "triton" or values.get("dtype") != torch.float64
+
+    dropped = [item for item in items if not applies(item)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if applies(item)]
+
+
+@pytest.fixture(autouse=True)
+def head_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Makes "auto" mean this backend, and float32 the default dtype of cases where it is Triton."""
+    name: str = getattr(request, "param", "chunked")
+    if name == "chunked":
+        yield name
+        return
+    pytest.importorskip("triton")
+    import cases
+
+    from fused_grpo import backends, loss, triton_backend
+
+    passes = []
+
+    def head_pass(*args: Any) -> Any:
+        passes.append(args)
+        return triton_backend.head_pass(*args)
+
+    def choose(asked: str, *_: Any) -> backends.Backend:
+        assert asked == "auto"
+        return backends.Backend("triton", head_pass, triton_backend.plan_pass)
+
+    monkeypatch.setattr(loss, "choose", choose)
+    monkeypatch.setattr(cases, "DEFAULT_DTYPE", torch.float32)
+    yield name
+    assert passes, "this test never reached the Triton backend"

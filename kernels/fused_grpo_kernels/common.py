@@ -45,6 +45,16 @@ def tanh(x):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr, INTERP: tl.constexpr):
+    """fp32 x in `dtype`, to nearest even: as hardware does, where the interpreter cuts off."""
+    if INTERP and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -65536
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
 def finish_logits(x, bias, first, vocab, factor, inner, TILE: tl.constexpr, CAP: tl.constexpr):
     """Products [m, TILE] from entry `first` on -> logits: factor_t (x + b), or with a softcap
     factor_t tanh(inner (x + b)).

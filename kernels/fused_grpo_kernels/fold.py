@@ -58,7 +58,7 @@ def fold_kernel(
 
 def config_of(target: Target) -> Config:
     if target.backend == "interpreter":
-        return Config({"BM": 32, "TILE": 32}, 1, 1)
+        return Config({"BM": 64, "TILE": 64}, 1, 1)
     return Config({"BM": 16, "TILE": 128}, 4, 1)
 
 

@@ -19,6 +19,7 @@ from fused_grpo_kernels.common import (
     exponentials,
     finish_logits,
     on_device_of,
+    round_to,
 )
 from fused_grpo_kernels.registry import Config, KernelCase, Target, target_of
 from fused_grpo_kernels.types import Epilogue, TileStats, empty_statistics
@@ -88,12 +89,12 @@ def head_kernel(
             e = exponentials(z, top_out, mass_out, spread_out, rows, first, y, n, vocab, BN // 2)
             if exps is not None:
                 if COPY_OUT:
-                    exps.store([m * BM, first], e.to(exps.dtype))
+                    exps.store([m * BM, first], round_to(e, exps.dtype, INTERP))
                 else:
                     cols = first + tl.arange(0, BN // 2)
                     at = exps + rows.to(tl.int64)[:, None] * stride_e + cols[None, :]
                     inside = (rows < n)[:, None] & (cols < vocab)[None, :]
-                    tl.store(at, e.to(exps.dtype.element_ty), mask=inside)
+                    tl.store(at, round_to(e, exps.dtype.element_ty, INTERP), mask=inside)
 
 
 def _config(
@@ -108,7 +109,7 @@ def configs(target: Target, store: bool) -> tuple[Config, ...]:
     `store`: exponentials are written; their way out takes the shared memory of a stage.
     """
     if target.backend == "interpreter":
-        return (_config(32, 64, 32, 2, 1, 1, DESCRIPTORS=False),)
+        return (_config(64, 128, 64, 2, 1, 1, DESCRIPTORS=False),)
     if target.has_descriptors:
         choices = ((8, 3), (16, 3)) if store else ((8, 3), (16, 3), (8, 4))
         return tuple(

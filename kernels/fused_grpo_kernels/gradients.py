@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused_grpo_kernels.common import on_device_of
+from fused_grpo_kernels.common import on_device_of, round_to
 from fused_grpo_kernels.registry import Config, KernelCase, Target, target_of
 from fused_grpo_kernels.types import Epilogue, RowStats, TileStats
 
@@ -54,6 +54,7 @@ def gradients_kernel(
     ENTROPY: tl.constexpr,
     CAP: tl.constexpr,
     BIAS: tl.constexpr,
+    INTERP: tl.constexpr,
 ):
     j, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     cols = j * TILE + tl.arange(0, TILE)
@@ -103,7 +104,7 @@ def gradients_kernel(
         if COMPACT:  # all threads have read their rows before any of these is written
             tl.debug_barrier()
         to = out + i.to(tl.int64)[:, None] * stride_o + cols[None, :]
-        tl.store(to, dz.to(out.dtype.element_ty), mask=inside)
+        tl.store(to, round_to(dz, out.dtype.element_ty, INTERP), mask=inside)
         if COMPACT:
             tl.debug_barrier()
     if BIAS:
@@ -112,7 +113,7 @@ def gradients_kernel(
 
 def config_of(target: Target) -> Config:
     if target.backend == "interpreter":
-        return Config({"BM": 32, "TILE": 32}, 1, 1)
+        return Config({"BM": 64, "TILE": 64}, 1, 1)
     return Config({"BM": 16, "TILE": 128}, 4, 1)
 
 
@@ -137,7 +138,8 @@ def logit_gradients(
     """
     target = target_of(exps.device)
     config = config_of(target)
-    c = config.constexprs
+    g = g.contiguous()
+    e, kept = (None if x is None else x.contiguous() for x in (e, kept))
     n, vocab = exps.shape
     count = n if kept is None else kept.numel()
     tiles = stats.top.shape[0]
@@ -170,11 +172,12 @@ def logit_gradients(
             exps.stride(0),
             out.stride(0),
             epilogue.inner,
-            **{**c, "TILE": stats.tile},
+            **{**config.constexprs, "TILE": stats.tile},
             COMPACT=kept is not None,
             ENTROPY=e is not None,
             CAP=epilogue.capped,
             BIAS=bias,
+            INTERP=target.backend == "interpreter",
             **config.options,
         )
     return None if sums is None else sums.sum(0)
@@ -213,7 +216,7 @@ def _case(config: Config, stored: str, written: str, flags: dict[str, bool]) -> 
         signature={
             name: signature[name] for name in gradients_kernel.arg_names if name in signature
         },
-        constexprs={**absent, **config.constexprs, **flags},
+        constexprs={**absent, **config.constexprs, **flags, "INTERP": False},
         config=config,
         dtype=stored,
         divisible=("exps", "out", "stride_e", "stride_o"),
