@@ -151,6 +151,7 @@ LOSSES = (
     {"loss_type": "bnpo"},
     {"loss_type": "dapo"},
     {"loss_type": "dapo", "num_items_in_batch": 77},
+    {"loss_type": "dapo", "num_items_in_batch": 0.25},  # counts as 1
     {"loss_type": "dr_grpo", "max_completion_length": 19},
 )
 # Log-ratios: tiny, inside and outside the clip, around the clamps; and far beyond exp's range.
