@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton")
 
 from fused_grpo_kernels import gate
-from fused_grpo_kernels.gate import Record, changes, problems, read_amdgcn, read_cuda
+from fused_grpo_kernels.compiled import count_instructions, mma_of, read_amdgcn, read_cuda
+from fused_grpo_kernels.gate import Record, changes, problems
 from fused_grpo_kernels.registry import TARGETS, kernel_cases
 
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -129,7 +130,7 @@ def bad(tmp_path_factory):
     ],
 )
 def test_it_sees_faults(bad, target, kernel, fault):
-    assert fault.format(mma=gate.mma_of(target)) in bad[target, kernel]
+    assert fault.format(mma=mma_of(target)) in bad[target, kernel]
 
 
 # --- the committed tables ------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def test_read_amdgcn():
 def test_mma_is_counted_where_it_stands_as_an_instruction():
     ptx = "\twgmma.mma_async.sync.aligned.m64n256k16 {%f1};\n\t@%p1 wgmma.mma_async.x;\n"
     ptx += "// wgmma.mma_async"
-    assert gate.count_instructions(ptx, "wgmma.mma_async") == 2
+    assert count_instructions(ptx, "wgmma.mma_async") == 2
 
 
 def test_tables_live_where_the_command_says():
