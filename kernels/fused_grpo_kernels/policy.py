@@ -102,7 +102,7 @@ def clip_surrogate(ratio, advantage, low, high, delta):
 SURROGATES: dict[str, Any] = {"clip_surrogate": clip_surrogate}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "num_sequences"])
 def policy_kernel(
     logps,  # [n] fp32
     old,  # [n] | None: this policy, detached
@@ -244,7 +244,7 @@ def _minimum_of(x):
     return tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), tl.min(x, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def totals_kernel(partials, out, blocks, ROWS: tl.constexpr):
     """[blocks, WIDTH] partial sums, minima and maxima -> [WIDTH], always in the same order."""
     column = tl.arange(0, WIDTH)
