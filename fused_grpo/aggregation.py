@@ -21,13 +21,13 @@ def sequence_mean(batch: TokenBatch, _: float | Tensor | None) -> Tensor:
 
     GRPO, arXiv 2402.03300.
     """
-    lengths = batch.lengths[batch.sequence]
+    lengths = batch.lengths[batch.sequence].clamp_min(1)
     return 1 / (lengths * batch.lengths.numel()).to(batch.advantages.dtype)
 
 
 def token_mean(batch: TokenBatch, num_items: float | Tensor | None) -> Tensor:
     """1 / num_items, or 1 / (counted tokens of this call): DAPO, arXiv 2503.14476."""
-    return _constant(batch, max(batch.index.numel(), 1) if num_items is None else num_items)
+    return _constant(batch, batch.count if num_items is None else num_items)
 
 
 def fixed_length(batch: TokenBatch, length: float | Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Backend:
 
 
 CHUNKED = Backend("chunked", chunked.head_pass, chunked.plan_pass)
+REFERENCE = replace(CHUNKED, name="reference")  # never makes a pass of its own
 
 
 def choose(name: str, hidden: Tensor, weight: Tensor) -> Backend:
@@ -34,8 +35,8 @@ def choose(name: str, hidden: Tensor, weight: Tensor) -> Backend:
     Raises:
         ValueError: "triton" cannot be had with these tensors.
     """
-    if name == "chunked":
-        return CHUNKED
+    if name in ("chunked", "reference"):
+        return CHUNKED if name == "chunked" else REFERENCE
     reason = why_not_triton(hidden, weight, explicit=name == "triton")
     if reason is None:
         from fused_grpo import triton_backend
@@ -59,3 +60,19 @@ def why_not_triton(hidden: Tensor, weight: Tensor, explicit: bool) -> str | None
     from fused_grpo import triton_backend
 
     return triton_backend.unsupported(hidden, weight)
+
+
+def compaction(compact: bool | None, backend: str, device: torch.device) -> bool:
+    """Whether tokens that do not count are left out, which makes the host wait for their number.
+
+    Raises:
+        ValueError: `compact=False` with a backend that always leaves them out.
+    """
+    if compact is None:
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return not (capturing and backend == "triton")
+    if not compact and backend != "triton":
+        raise ValueError(
+            f'compact=False needs backend="triton"; here it is {backend!r} on {device}'
+        )
+    return compact

@@ -23,20 +23,33 @@ class TokenBatch:
     weight_is: Tensor | None  # [n] importance weights on the policy term
     lengths: Tensor  # [S] int64, counted tokens of each sequence
     shape: torch.Size  # of the caller's ids
+    # With a fixed capacity every position is a token, and zeros stand where it does not count.
+    counted: Tensor | None = None  # [n] bool; None: all
+    spans: Tensor | None = None  # [S] int64, tokens of each sequence, counted or not
+
+    @property
+    def count(self) -> int | Tensor:
+        """How many tokens count; 0-d int64 with a fixed capacity."""
+        return self.index.numel() if self.counted is None else self.lengths.sum()
+
+    def select(self, values: Tensor) -> Tensor:
+        """[n] values, 0 where a token does not count."""
+        return values if self.counted is None else torch.where(self.counted, values, 0)
 
     def __getitem__(self, span: slice) -> TokenBatch:
         """The tokens of a span; `lengths` stays that of the whole sequences."""
         per_token = {
             f.name: value[span]
             for f in fields(self)
-            if f.name not in ("lengths", "shape") and (value := getattr(self, f.name)) is not None
+            if f.name not in ("lengths", "shape", "spans")
+            and (value := getattr(self, f.name)) is not None
         }
         return replace(self, **per_token)
 
     def to_layout(self, values: Tensor) -> Tensor:
         """[n] -> the shape of the caller's ids, 0 where a token does not count; differentiable."""
         flat = values.new_zeros(self.shape.numel())
-        return flat.index_copy(0, self.index, values).view(self.shape)
+        return flat.index_copy(0, self.index, self.select(values)).view(self.shape)
 
 
 def make_batch(
@@ -49,37 +62,55 @@ def make_batch(
     importance_sampling_ratio: Tensor | None,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype,
+    compact: bool = True,
 ) -> TokenBatch:
     """Checks shapes, dtypes and devices, then selects the counted tokens.
 
     `tokens` are the completion's ids, or anything else in their layout: [B, T], or [N] or [1, N]
     with `cu_seqlens` [S + 1]. `dtype` is that of all per-token floats (fp32, or fp64 for fp64
-    hidden states).
+    hidden states). Without `compact` every position becomes a token, so that shapes do not depend
+    on the mask and the host never waits.
     """
     ids_shape, device = tokens.shape, tokens.device
-    num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device)
+    num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device, check=compact)
     layout = _Layout(ids_shape, num_sequences, sequence, cu_seqlens is not None, device)
     counted = _mask(completion_mask, ids_shape, device)
-    index = counted.nonzero().squeeze(1)
+    index = (
+        counted.nonzero().squeeze(1) if compact else torch.arange(counted.numel(), device=device)
+    )
+
+    def pick(values: Tensor) -> Tensor:
+        return values[index] if compact else torch.where(counted, values, 0)
 
     def floats(name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor | None:
         if value is None:
             return None
-        return layout.per_token(name, value, per_sequence).to(dtype)[index]
+        return pick(layout.per_token(name, value, per_sequence).to(dtype))
 
     flat_advantages = floats("advantages", advantages, per_sequence=True)
     assert flat_advantages is not None
-    return TokenBatch(
+    batch = TokenBatch(
         index=index,
-        target=tokens.detach().reshape(-1)[index].long(),
+        target=pick(tokens.detach().reshape(-1)).long(),
         sequence=sequence[index],
         advantages=flat_advantages,
         old=floats("old_per_token_logps", old_per_token_logps),
         ref=floats("ref_per_token_logps", ref_per_token_logps),
         weight_is=floats("importance_sampling_ratio", importance_sampling_ratio, per_sequence=True),
-        lengths=torch.bincount(sequence[index], minlength=num_sequences),
+        lengths=_lengths(sequence, counted, num_sequences),
         shape=ids_shape,
     )
+    if compact:
+        return batch
+    everything = torch.ones_like(counted)
+    return replace(batch, counted=counted, spans=_lengths(sequence, everything, num_sequences))
+
+
+def _lengths(sequence: Tensor, counted: Tensor, num_sequences: int) -> Tensor:
+    """[S] counted positions of each sequence; `sequence` ascends."""
+    bounds = torch.searchsorted(sequence, torch.arange(num_sequences + 1, device=sequence.device))
+    total = torch.cat([counted.new_zeros(1, dtype=torch.int64), counted.cumsum(0)])
+    return total[bounds].diff()
 
 
 @dataclass(frozen=True)
@@ -109,7 +140,7 @@ class _Layout:
 
 
 def _sequences(
-    shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device
+    shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device, check: bool
 ) -> tuple[int, Tensor]:
     if cu_seqlens is None:
         if len(shape) != 2:
@@ -125,6 +156,10 @@ def _sequences(
     n = shape.numel()
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens must be [S + 1] with S >= 1, not {list(cu_seqlens.shape)}")
+    if not check:
+        ends = cu_seqlens[1:].to(device=device, dtype=torch.int64)
+        sequence = torch.searchsorted(ends, torch.arange(n, device=device), right=True)
+        return ends.numel(), sequence.clamp(max=ends.numel() - 1)
     bounds = cu_seqlens.to(device="cpu", dtype=torch.int64)
     lengths = bounds.diff()
     if bounds[0] != 0 or bounds[-1] != n or (lengths < 0).any():

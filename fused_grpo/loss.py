@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fused_grpo.backends import BACKENDS, choose
+from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
 from fused_grpo.chunked import Needs
@@ -79,6 +79,7 @@ def linear_logprobs(
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
+    compact: bool | None = None,
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
 
@@ -105,6 +106,9 @@ def linear_logprobs(
             check would make a GPU wait; there, without it, such a token's results are NaN.
         chunk_bytes: bound of the extra memory, gradients and one fp32 copy of a half-precision
             weight's gradient aside (see `memory`). None: 100 MiB, or 2 GiB on a GPU with triton.
+        compact: leave out tokens that do not count or send nothing back; the host then waits for
+            their number. False (triton only): never, shapes are fixed, and such tokens cost as much
+            as others. None: True, but for the capture of a CUDA graph.
 
     Returns:
         fp32 results (fp64 for fp64 inputs), from fp32 logits with fp32 accumulators whatever the
@@ -121,12 +125,16 @@ def linear_logprobs(
             f"targets has shape {list(targets.shape)}, hidden {list(hidden.shape)}: "
             "the leading dimensions must be the same"
         )
+    head_backend = choose(backend, hidden, weight)
+    compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
-    index = (flat != ignore_index).nonzero().squeeze(1)
+    counted = flat != ignore_index
+    index = _positions(counted, compact)
     given_temperature = temperature
-    temperature = _temperature(temperature, targets.shape, index, hidden.device)
+    temperature = _temperature(temperature, targets.shape, index, counted, compact, hidden.device)
+    flat_target = flat[index] if compact else torch.where(counted, flat, 0)
     target, temperature = check_targets(
-        "targets", flat[index].long(), temperature, weight.shape[0], check_inputs
+        "targets", flat_target.long(), temperature, weight.shape[0], check_inputs
     )
     if backend == "reference":
         return LinearLogprobs(
@@ -142,11 +150,21 @@ def linear_logprobs(
                 ignore_index=ignore_index,
             )
         )
-    head_backend = choose(backend, hidden, weight)
-    call = HeadCall(index, target, temperature, logit_scale, softcap, chunk_bytes, head_backend)
+    call = HeadCall(
+        index,
+        target,
+        temperature,
+        logit_scale,
+        softcap,
+        chunk_bytes,
+        head_backend,
+        None if compact else counted,
+    )
     logps, h = _logprobs(hidden, weight, bias, call, entropy)
 
     def to_layout(values: Tensor) -> Tensor:
+        if not compact:
+            values = torch.where(counted, values, 0)
         return values.new_zeros(flat.shape).index_copy(0, index, values).view(targets.shape)
 
     return LinearLogprobs(to_layout(logps), None if h is None else to_layout(h))
@@ -172,6 +190,7 @@ def grpo_loss(
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
+    compact: bool | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
@@ -199,7 +218,7 @@ def grpo_loss(
             every ratio is 1 and the gradient is that of the live ratio.
         ref_per_token_logps: log-probs of the reference policy, needed if beta > 0.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
-        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes: as in
+        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes, compact: as in
             `linear_logprobs`.
         cu_seqlens: [S + 1] integers, the bounds of packed sequences, from 0 to N.
         entropy: also return entropies and log their mean (implied by entropy_coef != 0).
@@ -244,6 +263,8 @@ def grpo_loss(
             f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} "
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
+    head_backend = choose(backend, hidden, weight)
+    compact = compaction(compact, head_backend.name, hidden.device)
     batch = make_batch(
         completion_ids,
         advantages,
@@ -253,9 +274,12 @@ def grpo_loss(
         importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
+        compact=compact,
     )
     given_temperature = temperature
-    temperature = _temperature(temperature, completion_ids.shape, batch.index, hidden.device)
+    temperature = _temperature(
+        temperature, completion_ids.shape, batch.index, batch.counted, compact, hidden.device
+    )
     target, temperature = check_targets(
         "completion_ids", batch.target, temperature, weight.shape[0], check_inputs
     )
@@ -279,9 +303,15 @@ def grpo_loss(
             **options,
         )
         return _from_reference(out, reduction)
-    head_backend = choose(backend, hidden, weight)
     call = HeadCall(
-        batch.index, target, temperature, logit_scale, softcap, chunk_bytes, head_backend
+        batch.index,
+        target,
+        temperature,
+        logit_scale,
+        softcap,
+        chunk_bytes,
+        head_backend,
+        batch.counted,
     )
     if reduction == "none" or not torch.is_grad_enabled():
         logps, h = _logprobs(hidden, weight, bias, call, entropy)
@@ -388,8 +418,14 @@ def _spec(
 
 
 def _temperature(
-    temperature: float | Tensor, shape: torch.Size, index: Tensor, device: torch.device
+    temperature: float | Tensor,
+    shape: torch.Size,
+    index: Tensor,
+    counted: Tensor | None,
+    compact: bool,
+    device: torch.device,
 ) -> float | Tensor:
+    """Of the tokens [n]; 1 where one does not count."""
     if not isinstance(temperature, Tensor):
         return temperature
     check_tensor("temperature", temperature, device, floating=True)
@@ -398,7 +434,17 @@ def _temperature(
             f"temperature has shape {list(temperature.shape)}: give a number, or one per token "
             f"{list(shape)}"
         )
-    return temperature.detach().reshape(-1)[index]
+    flat = temperature.detach().reshape(-1)
+    if compact or counted is None:
+        return flat[index]
+    return torch.where(counted, flat, 1)
+
+
+def _positions(counted: Tensor, compact: bool) -> Tensor:
+    """[n] the tokens' positions: of those that count, or all."""
+    if compact:
+        return counted.nonzero().squeeze(1)
+    return torch.arange(counted.numel(), device=counted.device)
 
 
 def _logprobs(

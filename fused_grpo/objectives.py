@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fused_grpo.aggregation import SCHEMES
+from fused_grpo.aggregation import SCHEMES, as_scalar
 from fused_grpo.batch import TokenBatch
 from fused_grpo.checks import check_choice, check_number
 
@@ -83,7 +83,7 @@ class LossSpec:
     def token_weights(self, batch: TokenBatch) -> Tensor:
         """[n] w_t of loss = sum_t w_t loss_t."""
         weights, option, _ = SCHEMES[LOSS_TYPES[self.loss_type].scheme]
-        return weights(batch, getattr(self, option) if option else None)
+        return batch.select(weights(batch, getattr(self, option) if option else None))
 
 
 def clip_surrogate(ratio: Tensor, advantages: Tensor, spec: LossSpec) -> Tensor:
@@ -127,7 +127,7 @@ def token_terms(logps: Tensor, batch: TokenBatch, spec: LossSpec) -> Terms:
     """The loss of every token, differentiable in `logps` [n]."""
     log_ratio = logps - (logps.detach() if batch.old is None else batch.old)
     if spec.importance_sampling_level == "sequence":
-        log_ratio = sequence_mean_of(log_ratio, batch)
+        log_ratio = batch.select(sequence_mean_of(log_ratio, batch))
     ratio = _clamp(log_ratio, spec).exp()
     loss = LOSS_TYPES[spec.loss_type].surrogate(ratio, batch.advantages, spec)
     if batch.weight_is is not None:
@@ -151,7 +151,8 @@ def sequence_mean_of(values: Tensor, batch: TokenBatch) -> Tensor:
     if values.numel() == 0:
         return values
     # a sum per segment rather than scattered adds, which are not deterministic on a GPU
-    total = torch.segment_reduce(values, "sum", lengths=batch.lengths, initial=0)
+    spans = batch.lengths if batch.spans is None else batch.spans
+    total = torch.segment_reduce(batch.select(values), "sum", lengths=spans, initial=0, unsafe=True)
     return (total / batch.lengths.clamp_min(1))[batch.sequence]
 
 
@@ -234,39 +235,43 @@ def metrics(
     logps: Tensor, entropy: Tensor | None, g: Tensor | None, batch: TokenBatch, spec: LossSpec
 ) -> dict[str, Tensor]:
     """Detached 0-d tensors over the counted tokens, no host synchronisation; see `grpo_loss`."""
-    n = logps.numel()
     with torch.no_grad():
         terms = token_terms(logps.detach(), batch, spec)
-        ratio, log_ratio, a = terms.ratio, terms.log_ratio, batch.advantages
+        ratio, log_ratio, a = batch.select(terms.ratio), terms.log_ratio, batch.advantages
         low = (ratio < 1 - spec.epsilon_low) & (a < 0)
         high = (ratio > 1 + spec.upper) & (a > 0)
-        out = {
-            "clip_ratio/low_mean": _mean(low),
-            "clip_ratio/high_mean": _mean(high),
-            "clip_ratio/region_mean": _mean(low | high),
-            "ratio/mean": _mean(ratio),
-            "ratio/min": _extreme(ratio, torch.amin),
-            "ratio/max": _extreme(ratio, torch.amax),
-            "log_ratio/min": _extreme(log_ratio, torch.amin),
-            "log_ratio/max": _extreme(log_ratio, torch.amax),
-            "log_ratio/clamped": _mean(log_ratio.abs() > (spec.log_ratio_clamp or math.inf)),
-            "effective_sample_size": ratio.sum().square()
-            / (n * ratio.square().sum()).clamp_min(torch.finfo(ratio.dtype).tiny),
-            "num_tokens": torch.full((), float(n), device=logps.device),
+        means = {
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low | high,
+            "ratio/mean": ratio,
+            "log_ratio/clamped": log_ratio.abs() > (spec.log_ratio_clamp or math.inf),
         }
         if terms.kl is not None:
-            out["kl"] = _mean(terms.kl)
+            means["kl"] = terms.kl
         if entropy is not None:
-            out["entropy"] = _mean(entropy.detach())
+            means["entropy"] = entropy.detach()
         if g is not None:
-            skips = (g == 0) & (spec.entropy_coef == 0)
-            out["zero_coefficient_fraction"] = _mean(skips)
+            means["zero_coefficient_fraction"] = (g == 0) & (spec.entropy_coef == 0)
+        out = {name: _mean(x, batch) for name, x in means.items()}
+        for name, x in {"ratio": terms.ratio, "log_ratio": log_ratio}.items():
+            out[f"{name}/min"] = _extreme(x, torch.amin, batch)
+            out[f"{name}/max"] = _extreme(x, torch.amax, batch)
+        squares = (batch.count * ratio.square().sum()).clamp_min(torch.finfo(ratio.dtype).tiny)
+        out["effective_sample_size"] = ratio.sum().square() / squares
+        out["num_tokens"] = as_scalar(batch.count, out["ratio/mean"])
     return out
 
 
-def _mean(x: Tensor) -> Tensor:
-    return x.float().sum() / max(x.numel(), 1)
+def _mean(x: Tensor, batch: TokenBatch) -> Tensor:
+    total = batch.select(x.float()).sum()
+    return total / as_scalar(batch.count, total).clamp_min(1)
 
 
-def _extreme(x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    return reduce(x) if x.numel() else x.new_zeros(())
+def _extreme(x: Tensor, reduce: Callable[[Tensor], Tensor], batch: TokenBatch) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(())
+    if batch.counted is None:
+        return reduce(x)
+    ends = math.inf if reduce is torch.amin else -math.inf
+    return torch.where(batch.counted.any(), reduce(torch.where(batch.counted, x, ends)), 0)

@@ -175,13 +175,15 @@ def _one_chunk(
     rows = tokens.rows(span).to(work.kinds.operand).contiguous()
     target, temperature = tokens.target[span], tokens.temperature
     if isinstance(temperature, Tensor):
-        temperature = temperature[span].float()
+        temperature = temperature[span].float().contiguous()
     else:
         temperature = result.logps.new_full((rows.shape[0],), temperature)
     epilogue = Epilogue.of(work.bias, head.logit_scale, head.softcap, temperature)
     exps = None if work.exps is None else work.exps[: rows.shape[0]]
     stats = work.statistics(rows, target, epilogue, exps, needs.entropy)
     per_row = combine(stats, target_logits(rows, head.weight, target, epilogue))
+    if tokens.counted is not None:
+        per_row = per_row.select(tokens.counted[span])
     result.logps[span] = per_row.logps
     if result.entropy is not None and per_row.entropy is not None:
         result.entropy[span] = per_row.entropy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,16 @@ class RowStats:
     shift: Tensor
     z_target: Tensor
     entropy: Tensor | None
+
+    def select(self, counted: Tensor) -> RowStats:
+        """With 0 as the log-probability, 1 - p and entropy of the others."""
+
+        def zero(x: Tensor) -> Tensor:
+            return torch.where(counted, x, 0)
+
+        entropy = None if self.entropy is None else zero(self.entropy)
+        logps, one_minus_p = zero(self.logps), zero(self.one_minus_p)
+        return replace(self, logps=logps, one_minus_p=one_minus_p, entropy=entropy)
 
 
 def empty_statistics(
