@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fused_grpo.backends import choose, why_not_triton
 
 PACKAGES = ("fused-grpo", "torch", "triton", "transformers", "trl", "liger-kernel", "accelerate")
 CPU_FEATURES = {
@@ -85,7 +88,7 @@ def examine(target: str | None = None) -> Report:
         versions={name: _version(name) for name in PACKAGES},
         machine=machine(),
         backends=backends,
-        chosen={device: _chosen(backends[device]) for device in devices},
+        chosen={device: choose("auto", *_probe(device)).name for device in devices},
         kernels=compile_kernels(target or _own_target()),
         numbers=[
             check_numbers(backend, device, dtype)
@@ -138,20 +141,17 @@ def _own_target() -> str | None:
 
 
 def backends_on(device: str) -> dict[str, str | None]:
-    """None for a backend that works there, else why it does not."""
-    return {"triton": _triton_reason(device), "chunked": None, "reference": None}
-
-
-def _triton_reason(device: str) -> str | None:
+    """None for a backend that works there when asked for by name, else why it does not."""
     try:
-        from fused_grpo.triton_backend import unsupported
+        triton = why_not_triton(*_probe(device), explicit=True)
     except ImportError as error:
-        return f"triton cannot be imported: {error}"
-    return unsupported(*(torch.empty(1, 16, device=device) for _ in range(2)))
+        triton = f"triton cannot be imported: {error}"
+    return {"triton": triton, "chunked": None, "reference": None}
 
 
-def _chosen(reasons: dict[str, str | None]) -> str:
-    return next(name for name, reason in reasons.items() if reason is None)
+def _probe(device: str) -> tuple[Tensor, Tensor]:
+    """Hidden states and a weight, such as a call might have."""
+    return torch.empty(1, 16, device=device), torch.empty(16, 16, device=device)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -195,6 +195,8 @@ def check_numbers(backend: str, device: str, dtype: torch.dtype) -> Numbers:
     want = reference_loss(wide[0], wide[1], **_doubled(tensors), **options)
     want.loss.backward()
     name = str(dtype).removeprefix("torch.")
+    # interpreted kernels meet log(0) on their way to a selection
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
     try:
         got = grpo_loss(leaves[0], leaves[1], **tensors, **options, backend=backend)
         got.loss.backward()
