@@ -36,7 +36,7 @@ KNOWN_SURROGATES = {"clip_surrogate"}
 KNOWN_LEVELS = {"token", "sequence"}
 KNOWN_FIELDS = {
     *("index", "target", "sequence", "lengths", "shape"),
-    *("advantages", "old", "ref", "weight_is"),
+    *("advantages", "old", "ref", "weight_is", "counted", "spans"),
 }
 
 
@@ -164,6 +164,7 @@ class KernelObjective(Objective):
             ref=flat(batch.ref) if self.spec.beta != 0 else None,
             importance=flat(batch.weight_is),
             entropy=flat(entropy),
+            counted=flat(batch.counted),
             offsets=offsets,
         )
 
@@ -173,9 +174,9 @@ class KernelObjective(Objective):
         if scheme == "sequence_mean":
             return weights(sequence=batch.sequence[span].contiguous(), lengths=batch.lengths)
         divisors = {
-            "local_token_mean": lambda: batch.index.numel(),
+            "local_token_mean": lambda: batch.count,
             "token_mean": lambda: (
-                batch.index.numel() if spec.num_items_in_batch is None else spec.num_items_in_batch
+                batch.count if spec.num_items_in_batch is None else spec.num_items_in_batch
             ),
             "fixed_length": lambda: (spec.max_completion_length or 0) * batch.lengths.numel(),
         }

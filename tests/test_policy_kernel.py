@@ -45,11 +45,15 @@ class Batch:
     tensors: dict[str, Tensor]
     entropies: Tensor
 
-    def flat(self, dtype: torch.dtype = torch.float32) -> tuple[TokenBatch, Tensor, Tensor]:
+    def flat(
+        self, dtype: torch.dtype = torch.float32, compact: bool = True
+    ) -> tuple[TokenBatch, Tensor, Tensor]:
         """TokenBatch, log-probabilities [n] and entropies [n]."""
         names = ("completion_mask", "old_per_token_logps", "ref_per_token_logps")
         tensors = {name: self.tensors.get(name) for name in (*names, "importance_sampling_ratio")}
-        batch = make_batch(self.logps, self.advantages, cu_seqlens=None, dtype=dtype, **tensors)
+        batch = make_batch(
+            self.logps, self.advantages, cu_seqlens=None, dtype=dtype, compact=compact, **tensors
+        )
         flat = (x.reshape(-1)[batch.index].to(dtype) for x in (self.logps, self.entropies))
         return batch, *flat
 
@@ -417,6 +421,30 @@ def test_given_weights_and_uncounted_tokens():
     close(sums["loss"], (want * weights)[counted].sum().detach(), "total")
     assert int(sums["count"]) == int(counted.sum())
     assert sums["ratio_max"].isfinite()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_with_a_fixed_capacity_only_counted_tokens_matter(loss, old, level):
+    batch = make(old=RATIOS[:9] if old else None, ref=RATIOS[:9])
+    spec = LossSpec(beta=0.1, entropy_coef=0.05, importance_sampling_level=level, **loss)
+    flat, logps, entropy = batch.flat()
+    want = run(KernelObjective(spec, flat), logps, entropy)
+    mask = batch.tensors["completion_mask"]
+    for x in (batch.logps, batch.entropies, *batch.tensors.values()):
+        if x is not mask:
+            x[~mask] = math.nan
+    full, logps, entropy = batch.flat(compact=False)
+    assert logps.numel() == mask.numel()
+    assert type(make_objective(spec, full, "triton")) is KernelObjective
+    got = run(KernelObjective(spec, full), logps, entropy)
+    for name, a, b in zip(("loss", "g", "e"), got, want, strict=False):
+        close_to_scale(a.view(mask.shape), flat.to_layout(b), name)
+        assert not a[~mask.reshape(-1)].any()
+    close(got[3], want[3], "total")
+    for name, value in want[4].items():
+        close(got[4][name], value, name)
 
 
 def test_segment_mean_counts_only_what_counts():
