@@ -423,10 +423,12 @@ def test_given_weights_and_uncounted_tokens():
     assert sums["ratio_max"].isfinite()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("old", [True, False])
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_with_a_fixed_capacity_only_counted_tokens_matter(loss, old, level):
+CAPACITY = pairwise({"loss": LOSSES, "old": (True, False), "level": ("token", "sequence")})
+
+
+@pytest.mark.parametrize("row", CAPACITY, ids=str)
+def test_with_a_fixed_capacity_only_counted_tokens_matter(row):
+    loss, old, level = row["loss"], row["old"], row["level"]
     batch = make(old=RATIOS[:9] if old else None, ref=RATIOS[:9])
     spec = LossSpec(beta=0.1, entropy_coef=0.05, importance_sampling_level=level, **loss)
     flat, logps, entropy = batch.flat()
