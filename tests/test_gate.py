@@ -53,6 +53,21 @@ def test_an_unknown_target_is_refused(name, capsys):
     assert name in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--check", "--out", "/nowhere"], "make it with --update"),
+        (["--update", "--out", "/nowhere"], "no folder /nowhere"),
+        (["--update", "--one-each"], "leave the selection out"),
+        (["--update", "--target", "sm_90"], "leave the selection out"),
+    ],
+)
+def test_tables_that_cannot_be_read_or_written_are_refused(monkeypatch, capsys, arguments, said):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert gate.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_it_refuses_to_run_interpreted():
     done = run("-m", "fused_grpo_kernels.gate", env={**ENVIRONMENT, "TRITON_INTERPRET": "1"})
     assert done.returncode == 2

@@ -186,6 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.update and not whole:
         print("gate: --update writes the whole table: leave the selection out", file=sys.stderr)
         return 2
+    if args.update and not args.out.is_dir():
+        print(f"gate: there is no folder {args.out} for the table", file=sys.stderr)
+        return 2
     path = table_path(args.out)
     if args.check and not path.exists():
         print(f"gate: {path} is missing: make it with --update", file=sys.stderr)
