@@ -168,6 +168,13 @@ def test_committed_tables_hold_every_configuration_and_all_passed(path):
     assert not {key: p for key, row in table.items() if (p := problems(row, needed[key]))}
 
 
+def test_every_compilation_says_whether_multiply_adds_are_fused():
+    """Releases of Triton differ in the default, and unfused ones cost registers."""
+    for target in TARGETS.values():
+        for case in kernel_cases(target):
+            assert case.config.options["enable_fp_fusion"] is True
+
+
 def test_tables_survive_writing_and_reading(tmp_path):
     rows = [Record("sm_90", "a", "N=1", "bf16", registers=8), Record("sm_80", "b", "N=2", "fp16")]
     path = tmp_path / "table.json"
