@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from fused_grpo import compiled
 from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
@@ -117,6 +118,19 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
+    if torch.compiler.is_compiling():
+        settings = {
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "entropy": entropy,
+            "ignore_index": ignore_index,
+            "backend": backend,
+            "check_inputs": check_inputs,
+            "chunk_bytes": chunk_bytes,
+            "compact": compact,
+        }
+        return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_tensor("targets", targets, hidden.device, floating=False)
@@ -251,6 +265,27 @@ def grpo_loss(
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
             masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
+    if torch.compiler.is_compiling():
+        settings = {
+            "completion_mask": completion_mask,
+            "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+            "importance_sampling_ratio": importance_sampling_ratio,
+            "cu_seqlens": cu_seqlens,
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "entropy": entropy,
+            "reduction": reduction,
+            "backend": backend,
+            "check_inputs": check_inputs,
+            "chunk_bytes": chunk_bytes,
+            "compact": compact,
+            **options,
+        }
+        return GRPOLossOutput(
+            *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
+        )
     spec = _spec(options, ref_per_token_logps)
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))

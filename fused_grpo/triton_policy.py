@@ -112,16 +112,20 @@ class KernelObjective(Objective):
         count = sums["count"].clamp_min(1)
         mean = self._named(self._whole() / count)
         tiny = torch.finfo(count.dtype).tiny
+
+        def extreme(name: str) -> Tensor:  # infinite where nothing counts
+            return torch.where(sums["count"] > 0, sums[name], 0)
+
         out = {
             "clip_ratio/low_mean": mean["clip_low"],
             "clip_ratio/high_mean": mean["clip_high"],
             # no token is both: one has A < 0, the other A > 0
             "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
             "ratio/mean": mean["ratio"],
-            "ratio/min": sums["ratio_min"],
-            "ratio/max": sums["ratio_max"],
-            "log_ratio/min": sums["log_ratio_min"],
-            "log_ratio/max": sums["log_ratio_max"],
+            "ratio/min": extreme("ratio_min"),
+            "ratio/max": extreme("ratio_max"),
+            "log_ratio/min": extreme("log_ratio_min"),
+            "log_ratio/max": extreme("log_ratio_max"),
             "log_ratio/clamped": mean["clamped"],
             "effective_sample_size": sums["ratio"].square()
             / (count * sums["ratio_squared"]).clamp_min(tiny),

@@ -40,18 +40,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("head_backend", ["chunked", "triton"], indirect=True)
 
 
+def _runs(item: pytest.Item) -> bool:
+    """The kernels take no float64, and interpreted they take their time: a mark may thin them out.
+
+    both_backends(triton_if=...): whether to run with these parameters.
+    """
+    mark, spec = item.get_closest_marker("both_backends"), getattr(item, "callspec", None)
+    if mark is None or spec is None or spec.params["head_backend"] != "triton":
+        return True
+    wanted = mark.kwargs.get("triton_if", lambda parameters: True)
+    return spec.params.get("dtype") != torch.float64 and wanted(spec.params)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The kernels take no float64; what asks for it is tested with the torch backend alone."""
-
-    def applies(item: pytest.Item) -> bool:
-        values = getattr(item, "callspec", None)
-        values = {} if values is None else values.params
-        return values.get("head_backend") != "triton" or values.get("dtype") != torch.float64
-
-    dropped = [item for item in items if not applies(item)]
+    dropped = [item for item in items if not _runs(item)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if applies(item)]
+        items[:] = [item for item in items if _runs(item)]
 
 
 @pytest.fixture(autouse=True)
