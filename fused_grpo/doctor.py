@@ -12,7 +12,6 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.backends import choose, why_not_triton
+from fused_grpo.selfcheck import TOLERANCE, Numbers, check_numbers
 
 PACKAGES = ("fused-grpo", "torch", "triton", "transformers", "trl", "liger-kernel", "accelerate")
 CPU_FEATURES = {
@@ -30,20 +30,6 @@ CPU_FEATURES = {
     "avx512_bf16": "_is_avx512_bf16_supported",
     "amx": "_is_amx_tile_supported",
 }
-# Largest accepted errors: log-probabilities and loss absolute, gradients relative to their norm.
-# 16-bit inputs: logits come from fp32 accumulators, gradients are rounded to the inputs' dtype.
-TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 5e-3)}
-
-
-@dataclass
-class Numbers:
-    """The errors of one backend, on one device, in one dtype, against fp64."""
-
-    backend: str
-    device: str
-    dtype: str
-    errors: dict[str, float]
-    ok: bool
 
 
 @dataclass
@@ -67,6 +53,7 @@ class Report:
     machine: dict[str, Any]
     backends: dict[str, dict[str, str | None]]  # device -> backend -> None, or why not
     chosen: dict[str, str]  # device -> what backend="auto" is there
+    products: dict[str, dict[str, str]]  # device -> dtype -> how the Triton backend multiplies
     kernels: Kernels
     numbers: list[Numbers]
 
@@ -89,6 +76,7 @@ def examine(target: str | None = None) -> Report:
         machine=machine(),
         backends=backends,
         chosen={device: choose("auto", *_probe(device)).name for device in devices},
+        products={d: products_on(d) for d in devices if backends[d]["triton"] is None},
         kernels=compile_kernels(target or _own_target()),
         numbers=[
             check_numbers(backend, device, dtype)
@@ -149,6 +137,25 @@ def backends_on(device: str) -> dict[str, str | None]:
     return {"triton": triton, "chunked": None, "reference": None}
 
 
+def products_on(device: str) -> dict[str, str]:
+    """How the Triton backend multiplies there, by dtype of the inputs."""
+    from fused_grpo.triton_backend import Kinds
+    from fused_grpo_kernels import forward
+    from fused_grpo_kernels.registry import target_of
+
+    how = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        hidden, weight = (x.to(dtype) for x in _probe(device))
+        fused = [Kinds.of(hidden, weight, any_grad).fused for any_grad in (False, True)]
+        why = forward.refusal(dtype, weight, target_of(weight.device)) or "a gradient needs range"
+        how[str(dtype).removeprefix("torch.")] = {
+            (True, True): "one product fused with its softmax sums",
+            (True, False): f"fused without gradients; with them torch's product and a fold: {why}",
+            (False, False): f"torch's product and a fold: {why}",
+        }[fused[0], fused[1]]
+    return how
+
+
 def _probe(device: str) -> tuple[Tensor, Tensor]:
     """Hidden states and a weight, such as a call might have."""
     return torch.empty(1, 16, device=device), torch.empty(16, 16, device=device)
@@ -180,74 +187,6 @@ def compile_kernels(target: str | None) -> Kernels:
     return Kernels(target, rows=rows)
 
 
-# --- numbers -------------------------------------------------------------------------------------
-
-
-def check_numbers(backend: str, device: str, dtype: torch.dtype) -> Numbers:
-    """The loss of a small ragged batch and its gradients against the reference in fp64."""
-    from fused_grpo.loss import grpo_loss
-    from fused_grpo.reference import reference_loss
-
-    leaves, tensors, options = _small_case(device, dtype)
-    for x in leaves:
-        x.requires_grad_()
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    want = reference_loss(wide[0], wide[1], **_doubled(tensors), **options)
-    want.loss.backward()
-    name = str(dtype).removeprefix("torch.")
-    # interpreted kernels meet log(0) on their way to a selection
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
-    try:
-        got = grpo_loss(leaves[0], leaves[1], **tensors, **options, backend=backend)
-        got.loss.backward()
-    except Exception as error:  # whatever goes wrong is what this command is there to tell
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Numbers(backend, device, name, {f"failed, {message}": float("nan")}, False)
-    values, gradients = TOLERANCE[dtype]
-    errors = {
-        "loss": _largest(got.loss, want.loss),
-        "logps": _largest(got.per_token_logps, want.per_token_logps),
-        "dhidden": _relative(leaves[0].grad, wide[0].grad),
-        "dweight": _relative(leaves[1].grad, wide[1].grad),
-    }
-    limits = dict(zip(errors, (values, values, gradients, gradients), strict=True))
-    ok = all(errors[key] <= limits[key] for key in errors)
-    return Numbers(backend, device, name, errors, ok)
-
-
-def _small_case(
-    device: str, dtype: torch.dtype
-) -> tuple[list[Tensor], dict[str, Any], dict[str, Any]]:
-    """(hidden and weight, the other tensors, options): ragged, clipped on both sides, with KL."""
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(3, 9, 48, generator=g), torch.randn(257, 48, generator=g) / 48**0.5
-    ids = torch.randint(257, (3, 9), generator=g)
-    logps = -5.5 + 0.4 * torch.randn(3, 9, generator=g)
-    tensors = {
-        "completion_ids": ids,
-        "advantages": torch.tensor([1.0, -0.7, 0.3]),
-        "completion_mask": torch.arange(9) < torch.tensor([9, 4, 7])[:, None],
-        "old_per_token_logps": logps,
-        "ref_per_token_logps": logps + 0.1 * torch.randn(3, 9, generator=g),
-    }
-    options: dict[str, Any] = {"loss_type": "grpo", "beta": 0.1, "temperature": 0.9}
-    leaves = [x.to(device, dtype) for x in (hidden, weight)]
-    return leaves, {name: x.to(device) for name, x in tensors.items()}, options
-
-
-def _doubled(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {k: x.double() if x.is_floating_point() else x for k, x in tensors.items()}
-
-
-def _largest(got: Tensor, want: Tensor) -> float:
-    return float((got.detach().double() - want.detach()).abs().max())
-
-
-def _relative(got: Tensor | None, want: Tensor | None) -> float:
-    assert got is not None and want is not None  # noqa: PT018
-    return float((got.double() - want).norm() / want.norm())
-
-
 # --- printing ------------------------------------------------------------------------------------
 
 
@@ -267,6 +206,8 @@ def lines(report: Report) -> Iterator[str]:
     for device, reasons in report.backends.items():
         yield f'on {device}, backend="auto" is {report.chosen[device]}'
         yield from (f"  {name}: {reason or 'works'}" for name, reason in reasons.items())
+        how = report.products.get(device, {})
+        yield from (f"  triton in {dtype}: {text}" for dtype, text in how.items())
     yield ""
     kernels = report.kernels
     yield f"kernels for {kernels.target}:" if not kernels.reason else f"kernels: {kernels.reason}"

@@ -69,7 +69,7 @@ def head_pass(
 
 def plan_pass(tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int | None) -> ChunkPlan:
     """Tokens per chunk, and vocabulary entries that are multiplied or converted at once."""
-    kinds = _Kinds.of(tokens.hidden, head.weight, needs.any_grad)
+    kinds = Kinds.of(tokens.hidden, head.weight, needs.any_grad)
     return plan_triton(
         chunk_bytes,
         *head.weight.shape,
@@ -81,7 +81,7 @@ def plan_pass(tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int | None)
 
 
 @dataclass(frozen=True)
-class _Kinds:
+class Kinds:
     """Which product, and the dtypes of what stands between the products."""
 
     fused: bool
@@ -91,14 +91,14 @@ class _Kinds:
     converts: bool  # whether a product takes the weight in another dtype than its own
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, any_grad: bool) -> _Kinds:
+    def of(hidden: Tensor, weight: Tensor, any_grad: bool) -> Kinds:
         operand = weight.dtype if hidden.dtype == weight.dtype else torch.float32
         grads = torch.bfloat16 if operand == torch.bfloat16 else torch.float32
         fused = forward.refusal(operand, weight, target_of(weight.device)) is None
         fused = fused and not (any_grad and grads == torch.float32)
         exps = None if not any_grad else torch.bfloat16 if fused else torch.float32
         converts = weight.dtype != operand or (any_grad and weight.dtype != grads)
-        return _Kinds(fused, operand, exps, grads, converts)
+        return Kinds(fused, operand, exps, grads, converts)
 
     @property
     def kept_bytes(self) -> int:
@@ -114,14 +114,14 @@ class _Workspace:
 
     head: Head
     bias: Tensor | None  # [V] fp32
-    kinds: _Kinds
+    kinds: Kinds
     tile: int
     exps: Tensor | None  # [c, V] exponentials, for gradients only
     logits_grad: Tensor | None  # [c, V]; the memory of `exps` where the dtypes agree
 
     @staticmethod
     def allocate(count: int, tile: int, tokens: Tokens, head: Head, needs: Needs) -> _Workspace:
-        kinds = _Kinds.of(tokens.hidden, head.weight, needs.any_grad)
+        kinds = Kinds.of(tokens.hidden, head.weight, needs.any_grad)
         exps = logits_grad = None
         if kinds.exps is not None:
             exps = _aligned_rows(count, head.weight, kinds.exps)

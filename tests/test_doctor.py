@@ -92,6 +92,16 @@ def test_a_backend_that_raises_fails_and_the_others_are_still_checked(quick, cap
     assert "reference on cpu, float32: loss" in printed
 
 
+def test_it_says_how_each_dtype_is_multiplied(quick, capsys):
+    if doctor.backends_on("cpu")["triton"] is not None:
+        pytest.skip("Triton does not interpret its kernels here")
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "triton in bfloat16: one product fused" in printed
+    assert "triton in float16: fused without gradients; with them torch's product" in printed
+    assert "triton in float32: torch's product and a fold: operands are torch.float32" in printed
+
+
 # --- kernels -------------------------------------------------------------------------------------
 
 
@@ -109,7 +119,8 @@ def test_without_triton_nothing_is_compiled(monkeypatch):
 def test_it_compiles_for_a_named_chip(monkeypatch, capsys):
     pytest.importorskip("triton")
     monkeypatch.setattr(doctor, "check_numbers", lambda *_: pytest.fail("not asked for"))
-    monkeypatch.setattr(doctor, "backends_on", lambda device: {"chunked": "left out"})
+    left_out = {"chunked": "left out", "triton": "left out"}
+    monkeypatch.setattr(doctor, "backends_on", lambda device: left_out)
     assert cli.main(["doctor", "--target", "sm_90"]) == 0
     printed = capsys.readouterr().out
     assert "kernels for sm_90:" in printed
@@ -136,7 +147,7 @@ def test_kernels_that_do_not_pass_fail(monkeypatch, status, printed, said):
     kernels = doctor.compile_kernels("sm_90")
     assert len(kernels.failures) == 1
     assert kernels.failures[0].startswith(said)
-    report = doctor.Report({}, {"gpus": []}, {}, {}, kernels, [])
+    report = doctor.Report({}, {"gpus": []}, {}, {}, {}, kernels, [])
     assert report.failures == kernels.failures
 
 
