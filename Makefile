@@ -8,6 +8,7 @@ PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GATE_ARGS ?= --check
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -18,13 +19,18 @@ key = $(shell (pwd; cat pyproject.toml $(1)) | cksum | cut -d' ' -f1)
 DEV := $(VENV)/.dev-$(call key,requirements-dev.lock requirements-model.lock)
 BENCH := $(VENV)/.bench-$(call key,requirements-dev.lock requirements-bench.lock)
 
-.PHONY: help install demo test lint format bench clean distclean
+# Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
+GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
+
+.PHONY: help install demo test lint format bench gate gpu clean distclean
 
 help:
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
 	@echo "make test       run the tests                              (PYTEST_ARGS='-m slow')"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
+	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
+	@echo "make gpu        on a GPU: doctor, tests and benchmark, with PYTHON as it is"
 	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
 
 install: $(DEV)
@@ -60,6 +66,17 @@ format: $(DEV)
 
 bench: $(BENCH)
 	$(BIN)/python -m benchmarks.loss $(BENCH_ARGS)
+
+gate: $(DEV)
+	$(BIN)/python -m fused_grpo_kernels.gate $(GATE_ARGS)
+
+# All three run, whatever the first ones say; installs nothing, as such machines are often offline.
+gpu:
+	@status=0; \
+	$(GPU) -m fused_grpo.cli doctor || status=1; \
+	$(GPU) -m pytest -m gpu tests/test_gpu.py $(PYTEST_ARGS) || status=1; \
+	$(GPU) -m benchmarks.loss --device cuda $(BENCH_ARGS) || status=1; \
+	exit $$status
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

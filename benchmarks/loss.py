@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import measure, memory, report
+from benchmarks import heads, measure, memory, report
 from benchmarks.data import Case, real_case, synthetic_case
+from benchmarks.head_data import DEFAULT_MODELS, MODELS
 from benchmarks.implementations import (
     IMPLEMENTATIONS,
     OURS,
@@ -41,12 +42,18 @@ SHAPES = {
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss", description=__doc__)
     add = parser.add_argument
-    add("--shape", nargs="+", choices=SHAPES, default=["real", "qwen"], help="inputs")
+    add(
+        "--shape",
+        nargs="+",
+        choices=[*SHAPES, *MODELS],
+        help="inputs: real and qwen on a CPU, the heads of models on a GPU by default",
+    )
+    add("--tokens", type=int, default=8192, help="N of the heads of models")
     add("--temperature", nargs="+", type=float, default=[1.0], help="of the real tokens")
-    add("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--dtype", nargs="+", choices=DTYPES, help="both on a CPU, bf16 on a GPU by default")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--only", nargs="+", metavar="NAME", help="names that contain one of these")
-    add("--rounds", type=int, default=5)
+    add("--rounds", type=int, help="5, on a GPU 15 by default")
     add("--patience", type=float, default=3.0, help="slower than this times ours: 2 rounds only")
     add("--peak", choices=("all", "ours", "none"), default="all", help="whose memory to measure")
     add("--loss-type", choices=("dapo", "grpo"), default="dapo")
@@ -57,14 +64,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--name", help="of the files, <machine>-<name>.json and so on: loss or memory by default")
     add("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(argv)
-    args.name = args.name or ("quick-" * args.quick + ("memory" if args.memory else "loss"))
+    on_gpu = args.device == "cuda"
+    args.rounds = args.rounds or (15 if on_gpu else 5)
+    args.dtype = args.dtype or (["bf16"] if on_gpu and not args.memory else list(DTYPES))
     if args.quick:
-        args.shape, args.rounds, args.peak = ["tiny"], 2, "ours"
+        args.rounds, args.peak = 2, "ours"
+        args.tokens = min(args.tokens, 64)
+        args.shape = args.shape or (["tiny-head"] if on_gpu else ["tiny"])
+    args.shape = args.shape or (list(DEFAULT_MODELS) if on_gpu else ["real", "qwen"])
+    args.heads = any(shape in MODELS for shape in args.shape)
+    if args.heads and not all(shape in MODELS for shape in args.shape):
+        parser.error("--shape: the heads of models run apart from " + ", ".join(SHAPES))
+    args.name = args.name or (
+        "quick-" * args.quick + ("memory" if args.memory else "heads" if args.heads else "loss")
+    )
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.loss: --device cuda, but torch sees no GPU")
     silence_known_warnings()
     results: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.loss", *(argv or sys.argv[1:])]),
@@ -72,6 +92,9 @@ def main(argv: list[str] | None = None) -> None:
     }
     if args.memory:
         memory.main(args, results)
+        return
+    if args.heads:
+        heads.main(args, results)
         return
     results["cases"] = []
     for shape in args.shape:

@@ -213,7 +213,7 @@ def _peak_in_this_process(name: str, layout: str, path: str) -> float:
 
 
 def machine(device: str) -> dict[str, Any]:
-    packages = ("torch", "fused-grpo", "liger-kernel", "trl", "transformers")
+    packages = ("torch", "triton", "fused-grpo", "liger-kernel", "trl", "transformers", "verl")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "cores": os.cpu_count(),

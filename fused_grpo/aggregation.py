@@ -54,15 +54,15 @@ def _groups(batch: TokenBatch) -> tuple[Tensor, int]:
 # divisor of a token, [n] or a number
 PER: dict[str, Divisor] = {
     "token": lambda batch, given: 1.0,
-    "sequence": lambda batch, given: batch.lengths[batch.sequence],
+    "sequence": lambda batch, given: batch.lengths[batch.sequence].clamp_min(1),
     "group": _group_tokens,
     "fixed": lambda batch, given: _known(given.max_completion_length, 1),
 }
 # divisor of the batch, a number
 OVER: dict[str, Divisor] = {
     "nothing": lambda batch, given: 1.0,
-    "local_tokens": lambda batch, given: batch.index.numel(),
-    "tokens": lambda batch, given: _known(given.num_items_in_batch, batch.index.numel()),
+    "local_tokens": lambda batch, given: batch.count,
+    "tokens": lambda batch, given: _known(given.num_items_in_batch, batch.count),
     "sequences": lambda batch, given: _known(given.num_sequences, batch.lengths.numel()),
     "nonempty": lambda batch, given: _known(given.num_sequences, (batch.lengths > 0).sum()),
     "groups": lambda batch, given: _groups(batch)[1],
@@ -85,10 +85,18 @@ class Scheme:
     def weights(self, batch: TokenBatch, given: Divisors) -> Tensor:
         """[n], in the dtype of the batch; the divisor is at least 1."""
         like = batch.advantages
-        divisor: Tensor = torch.ones((), dtype=like.dtype, device=like.device)
-        for value in (PER[self.per](batch, given), OVER[self.over](batch, given)):
-            divisor = divisor * torch.as_tensor(value, dtype=like.dtype, device=like.device)
+        per, over = PER[self.per](batch, given), OVER[self.over](batch, given)
+        divisor = as_scalar(per, like) * as_scalar(over, like)
         return (1 / divisor.clamp_min(1)).expand(like.shape)
+
+
+def as_scalar(value: float | Tensor, like: Tensor) -> Tensor:
+    """0-d (a vector stays one), in the dtype and on the device of `like`. A number is filled in: a
+    copy would end a graph capture."""
+    if isinstance(value, Tensor):
+        value = value.detach().to(like)
+        return value.reshape(()) if value.numel() == 1 else value
+    return like.new_full((), value)
 
 
 _ITEMS, _SEQUENCES = ("num_items_in_batch",), ("num_sequences",)

@@ -27,6 +27,18 @@ class TokenBatch:
     token_weights: Tensor | None = None  # [n] the caller's w_t, in the place of a scheme's
     group_ids: Tensor | None = None  # [S] int64, which prompt or rollout a sequence belongs to
     keep: Tensor | None = None  # [n] bool, false where a correction rejects a token
+    # With a fixed capacity every position is a token, and zeros stand where it does not count.
+    counted: Tensor | None = None  # [n] bool; None: all
+    spans: Tensor | None = None  # [S] int64, tokens of each sequence, counted or not
+
+    @property
+    def count(self) -> int | Tensor:
+        """How many tokens count; 0-d int64 with a fixed capacity."""
+        return self.index.numel() if self.counted is None else self.lengths.sum()
+
+    def select(self, values: Tensor) -> Tensor:
+        """[n] values, 0 where a token does not count."""
+        return values if self.counted is None else torch.where(self.counted, values, 0)
 
     def __getitem__(self, span: slice) -> TokenBatch:
         """The tokens of a span; what belongs to sequences stays that of all of them."""
@@ -40,10 +52,10 @@ class TokenBatch:
     def to_layout(self, values: Tensor) -> Tensor:
         """[n] -> the shape of the caller's ids, 0 where a token does not count; differentiable."""
         flat = values.new_zeros(self.shape.numel())
-        return flat.index_copy(0, self.index, values).view(self.shape)
+        return flat.index_copy(0, self.index, self.select(values)).view(self.shape)
 
 
-_NOT_PER_TOKEN = ("lengths", "shape", "group_ids")
+_NOT_PER_TOKEN = ("lengths", "shape", "group_ids", "spans")
 
 
 def make_batch(
@@ -59,40 +71,58 @@ def make_batch(
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dtype: torch.dtype,
+    compact: bool = True,
 ) -> TokenBatch:
     """Checks shapes, dtypes and devices, then selects the counted tokens.
 
     `tokens` are the completion's ids, or anything else in their layout: [B, T], or [N] or [1, N]
     with `cu_seqlens` [S + 1]. `dtype` is that of all per-token floats (fp32, or fp64 for fp64
-    hidden states).
+    hidden states). Without `compact` every position becomes a token, so that shapes do not depend
+    on the mask and the host never waits.
     """
     ids_shape, device = tokens.shape, tokens.device
-    num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device)
+    num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device, check=compact)
     layout = _Layout(ids_shape, num_sequences, sequence, cu_seqlens is not None, device)
     counted = _mask(completion_mask, ids_shape, device)
-    index = counted.nonzero().squeeze(1)
+    index = (
+        counted.nonzero().squeeze(1) if compact else torch.arange(counted.numel(), device=device)
+    )
+
+    def pick(values: Tensor) -> Tensor:
+        return values[index] if compact else torch.where(counted, values, 0)
 
     def floats(name: str, value: Tensor | None, per_sequence: bool = False) -> Tensor | None:
         if value is None:
             return None
-        return layout.per_token(name, value, per_sequence).to(dtype)[index]
+        return pick(layout.per_token(name, value, per_sequence).to(dtype))
 
     flat_advantages = floats("advantages", advantages, per_sequence=True)
     assert flat_advantages is not None
-    return TokenBatch(
+    batch = TokenBatch(
         index=index,
-        target=tokens.detach().reshape(-1)[index].long(),
+        target=pick(tokens.detach().reshape(-1)).long(),
         sequence=sequence[index],
         advantages=flat_advantages,
         old=floats("old_per_token_logps", old_per_token_logps),
         ref=floats("ref_per_token_logps", ref_per_token_logps),
         weight_is=floats("importance_sampling_ratio", importance_sampling_ratio, per_sequence=True),
-        lengths=torch.bincount(sequence[index], minlength=num_sequences),
+        lengths=_lengths(sequence, counted, num_sequences),
         shape=ids_shape,
         sampler=floats("sampling_per_token_logps", sampling_per_token_logps),
         token_weights=floats("token_weights", token_weights),
         group_ids=_group_ids(group_ids, num_sequences, device),
     )
+    if compact:
+        return batch
+    everything = torch.ones_like(counted)
+    return replace(batch, counted=counted, spans=_lengths(sequence, everything, num_sequences))
+
+
+def _lengths(sequence: Tensor, counted: Tensor, num_sequences: int) -> Tensor:
+    """[S] counted positions of each sequence; `sequence` ascends."""
+    bounds = torch.searchsorted(sequence, torch.arange(num_sequences + 1, device=sequence.device))
+    total = torch.cat([counted.new_zeros(1, dtype=torch.int64), counted.cumsum(0)])
+    return total[bounds].diff()
 
 
 def _group_ids(group_ids: Tensor | None, num_sequences: int, device: torch.device) -> Tensor | None:
@@ -134,7 +164,7 @@ class _Layout:
 
 
 def _sequences(
-    shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device
+    shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device, check: bool
 ) -> tuple[int, Tensor]:
     if cu_seqlens is None:
         if len(shape) != 2:
@@ -150,6 +180,10 @@ def _sequences(
     n = shape.numel()
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens must be [S + 1] with S >= 1, not {list(cu_seqlens.shape)}")
+    if not check:
+        ends = cu_seqlens[1:].to(device=device, dtype=torch.int64)
+        sequence = torch.searchsorted(ends, torch.arange(n, device=device), right=True)
+        return ends.numel(), sequence.clamp(max=ends.numel() - 1)
     bounds = cu_seqlens.to(device="cpu", dtype=torch.int64)
     lengths = bounds.diff()
     if bounds[0] != 0 or bounds[-1] != n or (lengths < 0).any():

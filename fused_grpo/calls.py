@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_grpo.backends import CHUNKED, Backend
 from fused_grpo.checks import check_head, check_number, check_targets, check_tensor
-from fused_grpo.chunked import head_pass
 from fused_grpo.ops import HeadCall, LogprobsFunction, ReferenceCall
 from fused_grpo.passes import Needs, TokenValues
 from fused_grpo.support import make_support
@@ -29,23 +29,36 @@ def make_call(
     temperature: float | Tensor,
     logit_scale: float,
     softcap: float | None,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     check: bool | None,
     support: dict[str, Any] | None = None,
     reference: dict[str, Any] | None = None,
+    backend: Backend = CHUNKED,
+    counted: Tensor | None = None,
 ) -> HeadCall:
-    """`name` and `shape` are those of the ids that hold the targets [n] at `index`.
+    """`name` and `shape` are those of the ids that hold the targets [n] at `index`; with `counted`
+    [n] every position is a token, and these are the ones that count.
 
     Whatever is out of range at a counted token raises here, or poisons its results with NaN where
     raising would make a GPU wait.
     """
     vocab = weight.shape[0]
-    given = flat_temperature("temperature", temperature, shape, index, hidden.device)
+    given = flat_temperature("temperature", temperature, shape, index, hidden.device, counted)
     target, flat = check_targets(name, target, given, vocab, check)
     kept, bad = make_support(support or {}, shape, index, vocab, check)
     if bad is not None and not (index.device.type == "cpu" if check is None else check):
         flat = torch.where(bad, torch.nan, flat)
-    call = HeadCall(index, target, flat, logit_scale, softcap, chunk_bytes, kept)
+    call = HeadCall(
+        index,
+        target,
+        flat,
+        logit_scale,
+        softcap,
+        chunk_bytes,
+        kept,
+        backend=backend,
+        counted=counted,
+    )
     if reference is None:
         return call
     bound = make_reference(call, shape, hidden, vocab, temperature=flat, check=check, **reference)
@@ -104,9 +117,14 @@ def make_reference(
 
 
 def flat_temperature(
-    name: str, value: float | Tensor, shape: torch.Size, index: Tensor, device: torch.device
+    name: str,
+    value: float | Tensor,
+    shape: torch.Size,
+    index: Tensor,
+    device: torch.device,
+    counted: Tensor | None = None,
 ) -> float | Tensor:
-    """A number as it is, or [n] of a tensor in the shape of the ids."""
+    """A number as it is, or [n] of a tensor in the shape of the ids, 1 where one does not count."""
     if not isinstance(value, Tensor):
         check_number(name, value, lambda t: 0 < t < math.inf, "> 0")
         return value
@@ -115,7 +133,8 @@ def flat_temperature(
         raise ValueError(
             f"{name} has shape {list(value.shape)}: give a number, or one per token {list(shape)}"
         )
-    return value.detach().reshape(-1)[index]
+    flat = value.detach().reshape(-1)
+    return flat[index] if counted is None else torch.where(counted, flat, 1)
 
 
 def counted_positions(mask: Tensor | None, hidden: Tensor) -> Tensor:
@@ -149,4 +168,4 @@ def token_values(
         return TokenValues(logps, h, ref, kl, size, outside)
     tokens, head = call.bind(hidden, weight, bias)
     needs = Needs(entropy=entropy)
-    return head_pass(tokens, head, needs, None, call.chunk_bytes, call.bind_reference())
+    return call.head_pass(tokens, head, needs, None, call.bind_reference())

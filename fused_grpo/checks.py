@@ -51,7 +51,7 @@ def check_head(
     bias: Tensor | None,
     logit_scale: float,
     softcap: float | None,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     prefix: str = "",
 ) -> None:
     """hidden [..., H], weight [V, H], bias [V] fit together; the head's numbers are in range."""
@@ -86,7 +86,8 @@ def check_head(
     check_number(f"{prefix}logit_scale", logit_scale, math.isfinite, "finite")
     if softcap is not None:
         check_number(f"{prefix}softcap", softcap, lambda c: 0 < c < math.inf, "> 0, or None")
-    check_number("chunk_bytes", chunk_bytes, lambda b: b >= 1, ">= 1")
+    if chunk_bytes is not None:
+        check_number("chunk_bytes", chunk_bytes, lambda b: b >= 1, ">= 1, or None")
 
 
 def check_targets(

@@ -57,17 +57,20 @@ def head_pass(
     head: Head,
     needs: Needs,
     coefficients: Coefficients | None,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     reference: Reference | None = None,
+    compact: bool = True,
 ) -> HeadResult:
     """Log-probabilities (and what else is asked for) of all tokens; with `coefficients`, the
     gradients of sum_t g_t logp_t + e_t entropy_t + k_t kl_t in the same pass.
+
+    Tokens that send nothing back are always left out: `compact` is for backends that need not.
 
     Matmul work: 2NHV without coefficients, 6NHV with both gradients, 4NHV with one of them, and
     2NH_rV for a reference.
     """
     needs = needs if coefficients is not None else Needs(entropy=needs.entropy)
-    result = _empty_result(tokens, head, needs, reference)
+    result = empty_result(tokens, head, needs, reference)
     plan = plan_pass(tokens, head, needs, chunk_bytes, reference)
     work = Workspace.allocate(plan, tokens, head, needs, reference)
     with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
@@ -86,7 +89,7 @@ def head_pass(
     return result
 
 
-def _empty_result(
+def empty_result(
     tokens: Tokens, head: Head, needs: Needs, reference: Reference | None
 ) -> HeadResult:
     hidden, n = tokens.hidden, tokens.index.numel()

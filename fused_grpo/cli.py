@@ -76,6 +76,16 @@ def build_parser() -> argparse.ArgumentParser:
             option, dest=field, type=kind, default=argparse.SUPPRESS, help=text + default
         )
     train.add_argument("--help-all", action="store_true", help="list the options of GRPOConfig")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine would use and why, and whether it computes right",
+        description="Show versions, devices and the backend that is chosen, compile the kernels, "
+        "and check a small loss against fp64. Exit status 1 if anything fails.",
+    )
+    doctor.add_argument(
+        "--target", help="compile for this chip, as sm_90 or gfx942; default: the GPU here"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -99,8 +109,8 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
     return config
 
 
-def train(options: argparse.Namespace, rest: list[str]) -> None:
-    """`fused-grpo train`."""
+def train(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo train`; unknown options belong to its config."""
     import torch
 
     # of peft about transformers, and nothing that a user of the command could do
@@ -130,6 +140,19 @@ def train(options: argparse.Namespace, rest: list[str]) -> None:
         flush=True,
     )
     print(demo.run(model, tokenizer, task, args, rank))
+    return 0
+
+
+def doctor(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo doctor`."""
+    from fused_grpo.doctor import main
+
+    if rest:
+        raise ValueError(f"doctor does not know {' '.join(rest)}")
+    return main(options.target, options.json)
+
+
+COMMANDS = {"train": train, "doctor": doctor}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     options, rest = parser.parse_known_args(argv)
     try:
-        train(options, rest)
+        return COMMANDS[options.command](options, rest)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         from fused_grpo.trainer.models import MissingExtraError
         from fused_grpo.trainer.rewards import RewardError
@@ -146,7 +169,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"fused-grpo: {error}", file=sys.stderr)
             return 2
         raise
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from fused_grpo import compiled
+from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.calls import SAME, make_call, token_values
 from fused_grpo.checks import check_choice, check_head, check_tensor
 from fused_grpo.corrections import prepare
-from fused_grpo.memory import DEFAULT_CHUNK_BYTES
-from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
+from fused_grpo.objectives import LossSpec, metrics, token_terms
 from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
 from fused_grpo.ops import FusedLossFunction
 from fused_grpo.passes import TokenValues
@@ -31,8 +32,7 @@ from fused_grpo.reference import (
 )
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
-
-BACKENDS = ("auto", "chunked", "reference")
+from fused_grpo.triton_policy import fixed_capacity, make_objective
 
 
 @dataclass
@@ -132,7 +132,8 @@ def linear_logprobs(
     ignore_index: int = -100,
     backend: str = "auto",
     check_inputs: bool | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
+    compact: bool | None = None,
     **support: Unpack[SupportOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
@@ -153,12 +154,16 @@ def linear_logprobs(
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
         entropy: also return the entropies (nats), differentiable.
-        backend: "auto", "chunked" (torch, a chunk of tokens at a time) or "reference" (full
-            logits, autograd).
+        backend: "triton" (kernels, for CUDA and ROCm; on a CPU only where TRITON_INTERPRET=1 was
+            set before triton was imported), "chunked" (torch, a chunk of tokens at a time),
+            "reference" (full logits, autograd), or "auto": triton on GPUs, else chunked.
         check_inputs: raise on targets or temperatures out of range. None: on a CPU only, as the
             check would make a GPU wait; there, without it, such a token's results are NaN.
         chunk_bytes: bound of the extra memory, gradients and one fp32 copy of a half-precision
-            weight's gradient aside (see `memory.plan_chunks`).
+            weight's gradient aside (see `memory`). None: 100 MiB, or 2 GiB on a GPU with triton.
+        compact: leave out tokens that do not count or send nothing back; the host then waits for
+            their number. False (triton only): never, shapes are fixed, and such tokens cost as much
+            as others. None: True, but for the capture of a CUDA graph.
         support: `support_top_k`, `support_top_p`, `support_min_p`, `support_min_logp`,
             `support_min_logit`, `support_ids`: normalise over the entries that a sampler could have
             drawn, see `support.SupportOptions`. The support is a constant; a target outside of it
@@ -171,6 +176,20 @@ def linear_logprobs(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
+    if torch.compiler.is_compiling():
+        settings = {
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "entropy": entropy,
+            "ignore_index": ignore_index,
+            "backend": backend,
+            "check_inputs": check_inputs,
+            "chunk_bytes": chunk_bytes,
+            "compact": compact,
+            **support,
+        }
+        return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_tensor("targets", targets, hidden.device, floating=False)
@@ -180,11 +199,17 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support_options = _known(support, SupportOptions.__annotations__)
+    wants = "sampling support" if support else None
+    head_backend = choose(backend, hidden, weight, wants)
+    compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
-    index = (flat != ignore_index).nonzero().squeeze(1)
+    counted = flat != ignore_index
+    index = (
+        counted.nonzero().squeeze(1) if compact else torch.arange(flat.numel(), device=flat.device)
+    )
     call = make_call(
         "targets",
-        flat[index].long(),
+        (flat[index] if compact else torch.where(counted, flat, 0)).long(),
         index,
         targets.shape,
         hidden,
@@ -195,6 +220,8 @@ def linear_logprobs(
         chunk_bytes=chunk_bytes,
         check=check_inputs,
         support=support_options,
+        backend=head_backend,
+        counted=None if compact else counted,
     )
     if backend == "reference":
         head: dict[str, Any] = {
@@ -214,6 +241,8 @@ def linear_logprobs(
     def to_layout(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
+        if not compact:
+            x = torch.where(counted, x, 0)
         return x.new_zeros(flat.shape).index_copy(0, index, x).view(targets.shape)
 
     out, *others = map(
@@ -251,7 +280,8 @@ def grpo_loss(
     reduction: str = "sum",
     backend: str = "auto",
     check_inputs: bool | None = None,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int | None = None,
+    compact: bool | None = None,
     **options: Unpack[GRPOOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
@@ -283,7 +313,7 @@ def grpo_loss(
         ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
             policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
-        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes: as in
+        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes, compact: as in
             `linear_logprobs`.
         cu_seqlens: [S + 1] integers, the bounds of packed sequences, from 0 to N.
         entropy: also return entropies and log their mean (implied by entropy_coef != 0).
@@ -363,6 +393,36 @@ def grpo_loss(
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
             masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
+    if torch.compiler.is_compiling():
+        settings = {
+            "completion_mask": completion_mask,
+            "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+            "sampling_per_token_logps": sampling_per_token_logps,
+            "importance_sampling_ratio": importance_sampling_ratio,
+            "token_weights": token_weights,
+            "group_ids": group_ids,
+            "ref_hidden": ref_hidden,
+            "ref_weight": ref_weight,
+            "ref_bias": ref_bias,
+            "ref_temperature": ref_temperature,
+            "ref_logit_scale": ref_logit_scale,
+            "ref_softcap": ref_softcap,
+            "cu_seqlens": cu_seqlens,
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "entropy": entropy,
+            "reduction": reduction,
+            "backend": backend,
+            "check_inputs": check_inputs,
+            "chunk_bytes": chunk_bytes,
+            "compact": compact,
+            **options,
+        }
+        return GRPOLossOutput(
+            *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
+        )
     support, loss_options = _split(options)
     spec = _spec(loss_options)
     reference: dict[str, Any] = {
@@ -393,6 +453,12 @@ def grpo_loss(
         "token_weights": token_weights,
         "group_ids": group_ids,
     }
+    given_reference = _given(reference)
+    wants = "reference head" if given_reference else "sampling support" if support else None
+    head_backend = choose(backend, hidden, weight, wants)
+    compact = compaction(compact, head_backend.name, hidden.device)
+    if not compact:
+        fixed_capacity(spec, tensors)
     batch = _batch(
         spec,
         completion_ids,
@@ -402,6 +468,7 @@ def grpo_loss(
         completion_mask=completion_mask,
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
+        compact=compact,
     )
     call = make_call(
         "completion_ids",
@@ -419,6 +486,8 @@ def grpo_loss(
         reference=None
         if ref_hidden is None
         else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
+        backend=head_backend,
+        counted=batch.counted,
     )
     entropy = entropy or spec.needs_entropy
     if backend == "reference":
@@ -429,7 +498,7 @@ def grpo_loss(
             {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
             | {"softcap": softcap, "entropy": entropy, **support},
             tensors | {"completion_mask": completion_mask, "cu_seqlens": cu_seqlens},
-            _given(reference),
+            given_reference,
             loss_options,
             reduction,
         )
@@ -438,7 +507,7 @@ def grpo_loss(
     if reduction == "none" or not torch.is_grad_enabled():
         values = token_values(hidden, weight, bias, call, entropy)
         return _from_values(values, batch, spec, reduction)
-    objective = Objective(spec, batch)
+    objective = make_objective(spec, batch, head_backend.name)
     loss, per_token, g, *found = FusedLossFunction.apply(
         hidden, weight, bias, call, objective, entropy
     )

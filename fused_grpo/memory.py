@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 DEFAULT_CHUNK_BYTES = 100 * 2**20
+# On a GPU: 4,096 tokens and more at a vocabulary of 152 k. Products then run at full rate, and the
+# weight's gradient is read and written few times.
+GPU_CHUNK_BYTES = 2 * 2**30
 
 # Rows of a tile are worked on a few at a time, so that several passes over them stay in cache.
 BLOCK_BYTES = 2**20
@@ -14,6 +17,7 @@ BLOCK_BYTES = 2**20
 # Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
 # products, which sum bf16 operands in bf16.
 _MIN_TILE, _MAX_TILE = 64, 4096
+_TRITON_TILE, _TRITON_MIN_TILE = 16384, 1024
 _FORWARD_TOKENS = 512  # without gradients nothing is gained by more
 _VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
 
@@ -96,7 +100,7 @@ def chunk_bytes_used(
 
 
 def plan_chunks(
-    chunk_bytes: int,
+    chunk_bytes: int | None,
     vocab: int,
     width: int,
     stored: int = 4,
@@ -110,6 +114,8 @@ def plan_chunks(
     the vectors of all `tokens` of the call. One token and a tile of 64 entries are the minimum,
     whatever the budget.
     """
+    if chunk_bytes is None:
+        chunk_bytes = DEFAULT_CHUNK_BYTES
     chunk_bytes -= chunk_bytes // 5
     chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
     weight_share = chunk_bytes // 5  # the tiles of the weights get at most this
@@ -128,3 +134,52 @@ def plan_chunks(
         low, high = (middle, high) if fits(middle) else (low, middle)
     low = low if stored else min(low, _FORWARD_TOKENS)
     return ChunkPlan(low - low % 8 if low > 8 else low, tile)
+
+
+def triton_bytes_used(
+    tokens: int, tile: int, vocab: int, width: int, *, kept: int, operand: int, converts: bool
+) -> int:
+    """Bytes the Triton backend holds at once, gradients and vectors of length N aside.
+
+    For c tokens and v = `tile` vocabulary entries at once:
+
+        c V kept                 exponentials and the logits' gradient; 0 without gradients
+        c v 4                    products in fp32, where nothing is kept and the product is torch's
+        12 c (V / 128 + 1)       what is known of each token and tile
+        c H (2 operand + 12)     hidden states, those left of them, their gradient, one temporary
+        v H 4                    a part of the weight in another dtype, where one is needed
+    """
+    per_token = vocab * kept + 12 * (math.ceil(vocab / 128) + 1) + width * (2 * operand + 12)
+    per_token += 0 if kept else 4 * tile
+    return tokens * per_token + (4 * tile * width if converts else 0)
+
+
+def plan_triton(
+    chunk_bytes: int | None,
+    vocab: int,
+    width: int,
+    *,
+    kept: int,
+    operand: int,
+    converts: bool,
+    on_gpu: bool,
+) -> ChunkPlan:
+    """The largest chunk for which `triton_bytes_used` stays inside `chunk_bytes`; see there.
+
+    One token is the minimum. The tile is a multiple of every kernel's.
+    """
+    if chunk_bytes is None:
+        chunk_bytes = GPU_CHUNK_BYTES if on_gpu else DEFAULT_CHUNK_BYTES
+    tile = _TRITON_TILE if not kept else vocab
+    if converts:
+        fits = chunk_bytes // (5 * 4 * width)
+        tile = max(_TRITON_MIN_TILE, min(tile, fits - fits % _TRITON_MIN_TILE))
+    tile = min(tile, vocab)
+
+    def used(tokens: int) -> int:
+        return triton_bytes_used(
+            tokens, tile, vocab, width, kept=kept, operand=operand, converts=converts
+        )
+
+    tokens = max(1, (chunk_bytes - used(0)) // (used(1) - used(0)))
+    return ChunkPlan(tokens - tokens % 128 if tokens > 128 else tokens, tile)

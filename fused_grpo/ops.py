@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo.chunked import head_pass, plan_pass
+from fused_grpo.backends import CHUNKED, Backend
+from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
-from fused_grpo.passes import HeadResult, Needs, Reference, Tokens, TokenValues, Upstream
+from fused_grpo.passes import (
+    Coefficients,
+    HeadResult,
+    Needs,
+    Reference,
+    Tokens,
+    TokenValues,
+    Upstream,
+)
 from fused_grpo.support import Support
 from fused_grpo.tiles import Head
 
@@ -39,15 +48,35 @@ class HeadCall:
     temperature: Tensor | float  # [n] or scalar
     logit_scale: float
     softcap: float | None
-    chunk_bytes: int
+    chunk_bytes: int | None
     support: Support | None = None
     reference: ReferenceCall | None = None
+    backend: Backend = CHUNKED
+    counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
 
     def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
         return (
-            Tokens(hidden, self.index, self.target, self.temperature, self.support),
+            Tokens(hidden, self.index, self.target, self.temperature, self.support, self.counted),
             Head(weight, bias, self.logit_scale, self.softcap),
         )
+
+    def head_pass(
+        self,
+        tokens: Tokens,
+        head: Head,
+        needs: Needs,
+        coefficients: Coefficients | None,
+        reference: Reference | None = None,
+    ) -> HeadResult:
+        compact = self.counted is None
+        return self.backend.head_pass(
+            tokens, head, needs, coefficients, self.chunk_bytes, reference, compact
+        )
+
+    def plan_pass(
+        self, tokens: Tokens, head: Head, needs: Needs, reference: Reference | None = None
+    ) -> ChunkPlan:
+        return self.backend.plan_pass(tokens, head, needs, self.chunk_bytes, reference)
 
     def bind_reference(self) -> Reference | None:
         ref = self.reference
@@ -87,9 +116,7 @@ class LogprobsFunction(torch.autograd.Function):
         ctx.call, ctx.needs = call, needs
         ctx.unit = _only_hidden(needs) and not entropy and not (bound is not None and bound.kl)
         coefficients = _unit_coefficients if ctx.unit else None
-        result = head_pass(
-            *call.bind(hidden, weight, bias), needs, coefficients, call.chunk_bytes, bound
-        )
+        result = call.head_pass(*call.bind(hidden, weight, bias), needs, coefficients, bound)
         if ctx.unit:
             ctx.save_for_backward(result.hidden_grad)
         else:  # the reference's, too, so that a change in between is noticed
@@ -120,9 +147,7 @@ class LogprobsFunction(torch.autograd.Function):
             ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
         )
         reference = None if k is None else call.bind_reference()
-        result = head_pass(
-            *call.bind(hidden, weight, bias), needs, upstream, call.chunk_bytes, reference
-        )
+        result = call.head_pass(*call.bind(hidden, weight, bias), needs, upstream, reference)
         return result.hidden_grad, result.weight_grad, result.bias_grad, *none
 
 
@@ -196,19 +221,19 @@ def loss_pass(
         g[span] = upstream.logps
         return upstream
 
-    plan = plan_pass(tokens, head, needs, call.chunk_bytes, reference)
+    plan = call.plan_pass(tokens, head, needs, reference)
     if needs.any_grad and (objective.local or n <= plan.tokens):
-        result = head_pass(tokens, head, needs, evaluate, call.chunk_bytes, reference)
+        result = call.head_pass(tokens, head, needs, evaluate, reference)
         return result, per_token, g
     unit = _only_hidden(needs) and not needs.entropy_grad and not needs.kl_grad
     first = _unit_coefficients if unit else None
-    result = head_pass(tokens, head, needs, first, call.chunk_bytes, reference)
+    result = call.head_pass(tokens, head, needs, first, reference)
     evaluate(everything, result)
     if unit and result.hidden_grad is not None:
         result.hidden_grad = _scale_rows(result.hidden_grad, call.index, g, in_place=True)
     elif needs.any_grad:
         again = reference if needs.kl_grad else None
-        second = head_pass(tokens, head, needs, known, call.chunk_bytes, again)
+        second = call.head_pass(tokens, head, needs, known, again)
         gradients = ("hidden_grad", "weight_grad", "bias_grad")
         result = replace(result, **{name: getattr(second, name) for name in gradients})
     return result, per_token, g

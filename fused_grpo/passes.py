@@ -23,14 +23,19 @@ class Tokens:
     target: Tensor  # [n] int64, in [0, V)
     temperature: Tensor | float  # [n] or scalar
     support: Support | None = None  # None: the whole vocabulary
+    counted: Tensor | None = None  # [n]; None: all. The others' hidden states are taken as zeros
 
     def rows(self, span: slice) -> Tensor:
         """[c, H] hidden states of a span of tokens; copies that span only, whatever the strides."""
         index = self.index[span]
         if self.hidden.dim() == 2:
-            return self.hidden[index]
-        width = self.hidden.shape[1]
-        return self.hidden[index // width, index % width]
+            rows = self.hidden[index]
+        else:
+            width = self.hidden.shape[1]
+            rows = self.hidden[index // width, index % width]
+        if self.counted is not None:
+            rows.masked_fill_(~self.counted[span, None], 0)
+        return rows
 
     def temperatures(self, span: slice, like: Tensor) -> Tensor | float:
         """[c, 1], or the one number of all."""

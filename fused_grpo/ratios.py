@@ -9,11 +9,14 @@ from torch import Tensor
 
 
 def per_sequence(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor:
-    """[n] -> [S]: "sum" or "max" (of values >= 0) over each sequence, 0 for an empty one."""
+    """[n] -> [S]: "sum" or "max" (of values >= 0) over each sequence, 0 for an empty one.
+
+    `lengths` [S] are of the sequences as they stand in `values`, and add up to n.
+    """
     if values.numel() == 0:
         return values.new_zeros(lengths.shape)
     # a sum per segment rather than scattered adds, which are not deterministic on a GPU
-    return torch.segment_reduce(values, reduce, lengths=lengths, initial=0)
+    return torch.segment_reduce(values, reduce, lengths=lengths, initial=0, unsafe=True)
 
 
 def _mean(log_ratio: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:

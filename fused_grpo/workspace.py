@@ -14,7 +14,11 @@ from fused_grpo.tiles import Head, compute_dtype
 
 
 def plan_pass(
-    tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int, reference: Reference | None = None
+    tokens: Tokens,
+    head: Head,
+    needs: Needs,
+    chunk_bytes: int | None,
+    reference: Reference | None = None,
 ) -> ChunkPlan:
     """The chunks of a pass; something is kept per vocabulary entry for gradients, and for supports
     that are found in all logits of a token."""

@@ -30,6 +30,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
     "dapo_items": {"loss_type": "dapo", "num_items_in_batch": 50},
 }
 LEVELS = ("token", "sequence")
+DEFAULT_DTYPE = torch.float64
 
 
 @dataclass
@@ -79,7 +80,7 @@ def make_case(
     width: int = 11,
     dim: int = 24,
     vocab: int = 129,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     mask: str = "holes",
     bias: bool = False,
     old: bool = True,
@@ -88,6 +89,7 @@ def make_case(
     **options: Any,
 ) -> Case:
     """A padded batch with everything a loss call may need, inputs rounded to ``dtype``."""
+    dtype = DEFAULT_DTYPE if dtype is None else dtype
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -82,7 +82,7 @@ def run(
         **extra,
     )
     if reduction == "none":
-        (output.per_token_loss * upstream(case).to(output.per_token_loss.dtype)).sum().backward()
+        (output.per_token_loss * upstream(case).to(output.per_token_loss)).sum().backward()
     else:
         output.loss.backward()
     return Result(output, {name: x.grad for name, x in leaves.items()})

@@ -99,6 +99,7 @@ def test_gradcheck_loss(level: str, reduction: str) -> None:
 # The graph
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_backward_twice(level: str, reduction: str) -> None:
@@ -114,6 +115,7 @@ def test_backward_twice(level: str, reduction: str) -> None:
     assert torch.equal(weight.grad, 2 * once[1])
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_gradients_belong_to_the_caller(level: str, reduction: str) -> None:
@@ -171,6 +173,7 @@ def test_second_derivatives_raise(name: str) -> None:
         grad.square().sum().backward()
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("name", ["loss", "sequence", "none", "logprobs", "entropy"])
 def test_unused_leaves_get_no_gradient(name: str) -> None:
     """S1, I13: what is computed follows the leaves that need it."""
@@ -186,6 +189,7 @@ def test_unused_leaves_get_no_gradient(name: str) -> None:
     assert not outputs()[name](leaves["hidden"], leaves["weight"]).requires_grad
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("name", ["loss", "sequence", "none", "logprobs", "entropy"])
 def test_gradient_of_one_leaf_only(name: str) -> None:
     """autograd.grad for one of two leaves, and hooks, see the same gradients as backward."""
@@ -201,6 +205,7 @@ def test_gradient_of_one_leaf_only(name: str) -> None:
     assert torch.equal(seen[0], hidden.grad)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_inputs_are_never_written(level: str, reduction: str) -> None:
@@ -265,6 +270,8 @@ def column_major(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
+# bf16 weights of other strides take another product: see test_backends
+@pytest.mark.both_backends(triton_if=lambda p: p["dtype"] == torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [transposed, sliced, offset, column_major])
 @pytest.mark.parametrize("which", ["hidden", "weight", "both"])
@@ -321,6 +328,7 @@ def test_non_contiguous_vectors() -> None:
 # Dtypes, autocast, modules
 
 
+@pytest.mark.both_backends(triton_if=lambda p: p["autocast"] is None)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("hidden_dtype", "weight_dtype"), list(itertools.product(FLOATS, FLOATS)))
 def test_mixed_dtypes(
@@ -344,6 +352,7 @@ def test_mixed_dtypes(
         assert_gradient(name, got.grads[name], want.grads[name], dtype, 5e-3)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_bit(dtype: torch.dtype, reduction: str) -> None:
@@ -389,6 +398,7 @@ def test_tied_weight() -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_checkpointing(level: str, use_reentrant: bool) -> None:

@@ -20,6 +20,10 @@ from fused_grpo.reference import reference_logprobs
 BF16 = torch.bfloat16
 
 
+def small(parameters: dict[str, Any]) -> bool:
+    return parameters["vocab"] <= 1000
+
+
 def head(tokens: int, vocab: int, dim: int, std: float = 1.0) -> tuple[Tensor, Tensor]:
     """hidden [tokens, dim] and weight [vocab, dim]; logits of the given standard deviation."""
     hidden = torch.randn(tokens, dim).to(BF16)
@@ -49,6 +53,7 @@ def check_logps(
     assert (error <= rows * norms + 1e-6 * norms.amax() + 1e-30).all()
 
 
+@pytest.mark.both_backends(triton_if=small)
 @pytest.mark.parametrize("kind", ["random", "likely"])
 @pytest.mark.parametrize("std", [0.1, 1.0, 3.0, 10.0, 30.0])
 @pytest.mark.parametrize("vocab", [257, 4099])
@@ -61,6 +66,7 @@ def test_random_logits(vocab: int, std: float, kind: str) -> None:
     check_logps(hidden, weight, targets)
 
 
+@pytest.mark.both_backends(triton_if=small)
 @pytest.mark.parametrize("vocab", [2, 257, 600, 4099, 50_257])
 @pytest.mark.parametrize("equal", ["hidden", "weight", "rows"])
 def test_equal_logits(equal: str, vocab: int) -> None:
@@ -81,6 +87,7 @@ def test_equal_logits(equal: str, vocab: int) -> None:
         close(linear_logprobs(hidden, weight, targets).logps, want, 1e-4, f"seed {seed}")
 
 
+@pytest.mark.both_backends(triton_if=lambda p: p["repeats"] == 513)
 @pytest.mark.parametrize("repeats", [3, 64, 511, 513, 1024, 3000])
 def test_groups_of_equal_logits(repeats: int) -> None:
     """Most of the mass in entries that are all alike, each above or below 2^-9 of the sum."""
@@ -93,6 +100,7 @@ def test_groups_of_equal_logits(repeats: int) -> None:
         close(linear_logprobs(hidden, weight, targets).logps, want, 1e-4, f"seed {seed}")
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("gap", [20.0, 37.0, 39.0, 41.0, 60.0, 200.0, 3e4])
 def test_an_unlikely_target_among_ordinary_ones(gap: float) -> None:
     """A target e^gap times less likely than the rest, in one row of the chunk: all rows hold."""
@@ -104,6 +112,7 @@ def test_an_unlikely_target_among_ordinary_ones(gap: float) -> None:
     check_logps(hidden, weight, targets)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("gap", [5.0, 12.0, 20.0, 30.0, 41.0, 60.0, 84.0, 200.0])
 def test_confident_rows_among_ordinary_ones(gap: float) -> None:
     """N13, N18: a target e^gap times as likely as the rest: 1 - p to 1 %, down to 1e-13."""
@@ -122,12 +131,14 @@ def test_confident_rows_among_ordinary_ones(gap: float) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-30)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dim", [1, 2, 7, 63, 65])
 def test_any_width(dim: int) -> None:
     hidden, weight = head(9, 131, dim, 2.0)
     check_logps(hidden, weight, torch.randint(131, (9,)), rows=2e-2)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("shift", [-300.0, -40.0, 40.0, 300.0])
 def test_common_shift(shift: float) -> None:
     """N2: all logits near -300 or 300 have the log-probs of those near 0."""
@@ -138,6 +149,7 @@ def test_common_shift(shift: float) -> None:
     close(linear_logprobs(hidden, weight, targets).logps, want, 1e-4, "logps")
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 64])
 def test_repeated_targets_and_token_counts(tokens: int) -> None:
     """Targets that occur many times add up in dW; 1, 7, 8 and 9 tokens end blocks differently."""
@@ -174,6 +186,7 @@ def test_one_path_or_another_agree() -> None:
             close(got.per_token_logps, want, 1e-4, f"{options} {chunk_bytes}")
 
 
+@pytest.mark.both_backends
 def test_first_ratio_is_one() -> None:
     """S20: log-probabilities of a no-grad call give ratios of 1 in the loss that follows."""
     case = make_case(rows=4, width=40, dim=64, vocab=4099, dtype=BF16, ref=False, old=False)
@@ -186,6 +199,7 @@ def test_first_ratio_is_one() -> None:
     assert abs(float(metrics["log_ratio/min"])) < 1e-4
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_is_seen_and_stays_in_its_row(bad: float) -> None:
     hidden, weight = head(9, 131, 16, 2.0)
@@ -198,6 +212,7 @@ def test_nan_is_seen_and_stays_in_its_row(bad: float) -> None:
     close(got[rest], want[rest], 1e-4, "other rows")
 
 
+@pytest.mark.both_backends
 def test_minus_infinity_in_the_weight() -> None:
     """Entries that cannot occur, by a weight of -inf on a positive coordinate."""
     hidden, weight = head(9, 131, 16, 2.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import cases
 import pytest
 import torch
 from oracle import DTYPES, TOLERANCE, Tolerance, assert_gradient, close, dtype_id
@@ -20,10 +21,11 @@ def head(
     tokens: tuple[int, ...] = (3, 7),
     vocab: int = 129,
     dim: int = 24,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
     std: float = 2.0,
 ) -> dict[str, Tensor]:
     """hidden [*tokens, H], weight [V, H], bias [V]; logits with the given standard deviation."""
+    dtype = cases.DEFAULT_DTYPE if dtype is None else dtype
     return {
         "hidden": torch.randn(*tokens, dim, dtype=torch.float64).to(dtype),
         "weight": (torch.randn(vocab, dim, dtype=torch.float64) * std / math.sqrt(dim)).to(dtype),
@@ -75,6 +77,7 @@ def compare(
     return grads
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("vocab", [127, 129, 257])
 @pytest.mark.parametrize("chunk_bytes", [1 << 14, 100 << 20])
@@ -98,6 +101,7 @@ def test_each_output_alone(only: str, backend: str) -> None:
     compare(leaves, targets, weights=weights, how={"backend": backend})
 
 
+@pytest.mark.both_backends
 def test_upstream_with_zeros() -> None:
     """R6: the first upstream gradient is 0 and the first target ignored; the others count."""
     leaves, targets = head(), torch.randint(129, (3, 7))
@@ -118,6 +122,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("name", OPTIONS)
@@ -128,6 +133,7 @@ def test_head_options(name: str, dtype: torch.dtype, entropy: bool) -> None:
     compare(leaves, torch.randint(129, (4, 6)), entropy=entropy, how=how, **OPTIONS[name])
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_temperature_per_token(dtype: torch.dtype, softcap: float | None) -> None:
@@ -183,6 +189,7 @@ def test_softcap_caps() -> None:
     )
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_tiny_vocabularies(dtype: torch.dtype) -> None:
     """N1: V = 1 has log-prob 0, entropy 0 and no gradient; V = 2 is a logistic regression."""
@@ -195,6 +202,7 @@ def test_tiny_vocabularies(dtype: torch.dtype) -> None:
     assert not out.entropy.any()
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 0), (2, 3, 4)])
 def test_leading_shapes(shape: tuple[int, ...]) -> None:
     """hidden [..., H] with targets [...] of any number of dimensions, empty ones included."""
@@ -206,6 +214,7 @@ def test_leading_shapes(shape: tuple[int, ...]) -> None:
     assert grads["weight"].shape == (129, 24)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_target_dtypes_and_strides(dtype: torch.dtype) -> None:
     """S8: the integer type and the strides of the targets do not matter."""
@@ -254,6 +263,7 @@ def test_backends_agree() -> None:
         close(out.entropy, outs[0].entropy, 1e-12, "entropy")
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 def test_no_grad_and_grad_agree_bit_for_bit(dtype: torch.dtype) -> None:
     """S20: old log-probs from a no-grad call equal those of the loss: the first ratio is 1."""

@@ -97,6 +97,7 @@ def build(row: dict[str, Any], dtype: torch.dtype) -> Case:
     return pack(case) if row["layout"] == "packed" else case
 
 
+@pytest.mark.both_backends(triton_if=lambda p: p["dtype"] == DTYPES[1 + p["number"] % 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("number", range(len(ROWS)))
 def test_every_pair_of_options(number: int, dtype: torch.dtype) -> None:
@@ -143,6 +144,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.both_backends(triton_if=lambda p: p["layout"] == "padded")
 @pytest.mark.parametrize("old", [True, False], ids=["old", "fresh"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("name", ALONE)
@@ -176,6 +178,7 @@ def test_every_option_is_consumed(name: str) -> None:
     assert difference(plain, case.with_options(**options)) > 1e-6
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("kind", ["token", "column", "sequence"])
 def test_correction_scales_the_policy_term_alone(kind: str, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ def same(a: Any, b: Any, tol: float = 1e-12) -> None:
         close(grad, b.grads[name], tol, name)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_divisors_are_at_least_one(num_items: Any) -> None:
     same(ours(case.with_options(num_items_in_batch=num_items)), want)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("level", LEVELS)
 def test_garbage_at_masked_positions_is_inert(level: str, dtype: torch.dtype) -> None:
@@ -137,6 +139,7 @@ def test_masking_a_sequence_is_removing_it(name: str) -> None:
     close(masked.grads["weight"], removed.grads["weight"], 1e-12, "weight")
 
 
+@pytest.mark.both_backends
 def test_end_of_sequence_token_is_kept() -> None:
     """S11: masks are never guessed from ids; a sampled pad == eos token counts where it counts."""
     case = make_case(vocab=61, ref=False, mask="ones")

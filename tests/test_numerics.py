@@ -34,6 +34,7 @@ def gradients(
     return out.logps.detach(), entropy, hidden.grad
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("b", [0.0, 1e-30], ids=["logps", "and_entropy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize("gap", [2.2, 4.6, 6.9, 11.5, 13.8, 16.0, 25.0, 80.0])
@@ -60,6 +61,7 @@ def test_confident_targets(gap: float, dtype: torch.dtype, b: float) -> None:
     torch.testing.assert_close(grad.double(), exact.grad, rtol=rtol, atol=1e-30)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999, 0.99999, 1 - 1e-6])
 def test_confident_targets_in_the_loss(p: float) -> None:
     """N13: confident tokens dominate in RL; dh and dW of the loss hold 1e-5 in float32."""
@@ -71,6 +73,7 @@ def test_confident_targets_in_the_loss(p: float) -> None:
     check(case)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=dtype_id)
 @pytest.mark.parametrize("shift", [-1e4, -1e2, 1e2, 1e4])
 def test_shift_invariance(shift: float, dtype: torch.dtype) -> None:
@@ -83,6 +86,7 @@ def test_shift_invariance(shift: float, dtype: torch.dtype) -> None:
         torch.testing.assert_close(shifted, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("vocab", [1, 2, 127, 129, 257, 1000])
 def test_peaked_logits_with_ragged_vocabulary(vocab: int) -> None:
     """N1: every logit near -50 but one: a column of padding at 0 would dominate the sum."""
@@ -100,6 +104,7 @@ def test_peaked_logits_with_ragged_vocabulary(vocab: int) -> None:
     torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.both_backends
 def test_logits_between_minus_300_and_minus_200() -> None:
     """N2."""
     logits = -300 + 100 * torch.rand(4, 129)
@@ -111,6 +116,7 @@ def test_logits_between_minus_300_and_minus_200() -> None:
     assert torch.isfinite(grad).all()
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("b", [0.0, 1.0], ids=["logps", "and_entropy"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e3, 1e20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
@@ -132,6 +138,7 @@ def test_huge_and_tiny_logits(scale: float, dtype: torch.dtype, b: float) -> Non
         assert not grad.any()
 
 
+@pytest.mark.both_backends
 def test_impossible_targets_have_hugely_negative_logps() -> None:
     """A target 1e4 nats below the rest has logp -1e4 - log 8 and a plain gradient."""
     logits = torch.zeros(2, 9)
@@ -147,6 +154,7 @@ def test_impossible_targets_have_hugely_negative_logps() -> None:
 INF = float("inf")
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize(
     "masked",
@@ -185,6 +193,7 @@ def test_classes_of_zero_probability(masked: list[int], dtype: torch.dtype) -> N
     assert torch.isfinite(leaves[2].grad).all()
 
 
+@pytest.mark.both_backends
 def test_entropy_of_two_classes_equals_categorical() -> None:
     """N6: [0, -inf], [0, 0, -inf] and the extremes of float16."""
     for row in ([0.0, -INF], [0.0, 0.0, -INF], [1.0, 0.0, -INF]):
@@ -202,6 +211,7 @@ def test_entropy_of_two_classes_equals_categorical() -> None:
     assert not grad.any()
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("target_logit", [-INF, -1e30])
 def test_target_of_zero_probability(target_logit: float) -> None:
     """logp is -inf (or as negative), nothing is NaN, and the other rows are untouched."""
@@ -220,6 +230,7 @@ def test_target_of_zero_probability(target_logit: float) -> None:
     assert torch.isfinite(hidden.grad).all()
 
 
+@pytest.mark.both_backends
 def test_float16_logits_beyond_65504() -> None:
     """N16: float16 inputs whose logits overflow float16: float32 accumulators hold them."""
     hidden = torch.full((2, 64), 500.0, dtype=torch.float16)
@@ -233,6 +244,7 @@ def test_float16_logits_beyond_65504() -> None:
     torch.testing.assert_close(out.logps.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.both_backends
 def test_temperature_near_zero() -> None:
     """N17: T = 1e-3 is finite and greedy."""
     logits = torch.randn(4, 33)
@@ -243,6 +255,7 @@ def test_temperature_near_zero() -> None:
     assert (entropy < 1e-1).all()
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("chunks", [1, 8, 64, 256])
 def test_weight_gradient_does_not_lose_digits_with_chunks(chunks: int) -> None:
     """N12: dW of a bfloat16 weight is summed in float32 however many chunks there are."""
@@ -253,6 +266,7 @@ def test_weight_gradient_does_not_lose_digits_with_chunks(chunks: int) -> None:
     check(case, chunk_bytes=2 * bytes_per_token * (512 // chunks) + (1 << 13))
 
 
+@pytest.mark.both_backends
 def test_bfloat16_inputs_equal_their_float32_values() -> None:
     """N14: the same numbers as float32 tensors give the same log-probabilities and loss."""
     case = make_case(dtype=torch.bfloat16, vocab=257, ref=False, entropy=True)
@@ -264,6 +278,7 @@ def test_bfloat16_inputs_equal_their_float32_values() -> None:
     torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("bad", [float("nan"), INF, -INF])
@@ -284,6 +299,7 @@ def test_nan_at_a_counted_token_is_seen(bad: float, reduction: str, level: str) 
     assert result.grads["weight"].isnan().any()
 
 
+@pytest.mark.both_backends
 def test_nan_in_the_weight_is_seen() -> None:
     case = make_case(vocab=61, dtype=torch.float32, ref=False)
     case.weight[7, 3] = float("nan")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo import corrections
+from fused_grpo.aggregation import as_scalar
 from fused_grpo.batch import TokenBatch
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.terms import Terms, token_terms
@@ -25,49 +26,49 @@ def metrics(
     wanted = entropy.detach() if entropy is not None and spec.needs_entropy else None
     kl = None if values.kl is None else values.kl.detach()
     terms = token_terms(logps, batch, spec, wanted, kl)
-    out = _ratio_metrics(terms, spec)
-    out["num_tokens"] = torch.tensor(float(logps.numel()), device=logps.device)
+    out = _ratio_metrics(terms, batch, spec)
+    out["num_tokens"] = as_scalar(batch.count, logps.float())
     if terms.kl is not None:
-        out["kl"] = mean(terms.kl.value)
+        out["kl"] = mean(terms.kl.value, batch)
         if terms.kl.input_clamped is not None and terms.kl.value_clamped is not None:
-            out["kl/log_ratio_clamped"] = mean(terms.kl.input_clamped)
-            out["kl/clamped"] = mean(terms.kl.value_clamped)
+            out["kl/log_ratio_clamped"] = mean(terms.kl.input_clamped, batch)
+            out["kl/clamped"] = mean(terms.kl.value_clamped, batch)
     if entropy is not None:
-        out["entropy"] = mean(entropy.detach())
+        out["entropy"] = mean(entropy.detach(), batch)
     if terms.active is not None:
-        out["policy_mask/dropped"] = mean(~terms.active)
+        out["policy_mask/dropped"] = mean(~terms.active, batch)
     if values.outside is not None and values.support_size is not None:
-        out["support/size"] = mean(values.support_size)
-        out["support/target_outside"] = mean(values.outside)
+        out["support/size"] = mean(values.support_size, batch)
+        out["support/target_outside"] = mean(values.outside, batch)
     if upstream is not None:
         idle = upstream.logps == 0
         for part in (upstream.entropy, upstream.kl):
             idle = idle if part is None else idle & (part == 0)
-        out["zero_coefficient_fraction"] = mean(idle)
+        out["zero_coefficient_fraction"] = mean(idle, batch)
     if batch.sampler is not None:
         out |= _sampling_metrics(terms, batch)
     return out
 
 
-def _ratio_metrics(terms: Terms, spec: LossSpec) -> dict[str, Tensor]:
+def _ratio_metrics(terms: Terms, batch: TokenBatch, spec: LossSpec) -> dict[str, Tensor]:
     view = terms.view
     ratio, log_ratio = view.ratio, view.log_ratio
+    total, squares = batch.select(ratio).sum(), batch.select(ratio.square()).sum()
     out = {}
     if spec.row.clipped is not None:
         low, high = spec.row.clipped(view, spec)
-        out["clip_ratio/low_mean"] = mean(low)
-        out["clip_ratio/high_mean"] = mean(high)
-        out["clip_ratio/region_mean"] = mean(low | high)
+        out["clip_ratio/low_mean"] = mean(low, batch)
+        out["clip_ratio/high_mean"] = mean(high, batch)
+        out["clip_ratio/region_mean"] = mean(low | high, batch)
     tiny = torch.finfo(ratio.dtype).tiny
     return out | {
-        "ratio/mean": mean(ratio),
-        "ratio/min": extreme(ratio, torch.amin),
-        "ratio/max": extreme(ratio, torch.amax),
-        "log_ratio/min": extreme(log_ratio, torch.amin),
-        "log_ratio/max": extreme(log_ratio, torch.amax),
-        "log_ratio/clamped": mean(log_ratio.abs() > (spec.log_ratio_clamp or math.inf)),
-        "effective_sample_size": ratio.sum().square()
-        / (ratio.numel() * ratio.square().sum()).clamp_min(tiny),
+        "ratio/mean": mean(ratio, batch),
+        "ratio/min": extreme(ratio, torch.amin, batch),
+        "ratio/max": extreme(ratio, torch.amax, batch),
+        "log_ratio/min": extreme(log_ratio, torch.amin, batch),
+        "log_ratio/max": extreme(log_ratio, torch.amax, batch),
+        "log_ratio/clamped": mean(log_ratio.abs() > (spec.log_ratio_clamp or math.inf), batch),
+        "effective_sample_size": total.square() / (batch.count * squares).clamp_min(tiny),
     }
 
 
@@ -78,22 +79,28 @@ def _sampling_metrics(terms: Terms, batch: TokenBatch) -> dict[str, Tensor]:
     compared = view.logps if batch.old is None or batch.old is batch.sampler else batch.old
     out = {f"sampling/{k}": v for k, v in corrections.statistics(compared, batch).items()}
     if terms.keep is not None:
-        out["sampling/rejected"] = mean(~terms.keep)
+        out["sampling/rejected"] = mean(~terms.keep, batch)
     if view.weight is not None:
         w, tiny = view.weight, torch.finfo(view.weight.dtype).tiny
         out |= {
-            "sampling/importance_ratio/mean": mean(w),
-            "sampling/importance_ratio/min": extreme(w, torch.amin),
-            "sampling/importance_ratio/max": extreme(w, torch.amax),
+            "sampling/importance_ratio/mean": mean(w, batch),
+            "sampling/importance_ratio/min": extreme(w, torch.amin, batch),
+            "sampling/importance_ratio/max": extreme(w, torch.amax, batch),
             "sampling/effective_sample_size": w.sum().square()
             / (w.numel() * w.square().sum()).clamp_min(tiny),
         }
     return out
 
 
-def mean(x: Tensor) -> Tensor:
-    return x.float().sum() / max(x.numel(), 1)
+def mean(x: Tensor, batch: TokenBatch) -> Tensor:
+    total = batch.select(x.float()).sum()
+    return total / as_scalar(batch.count, total).clamp_min(1)
 
 
-def extreme(x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    return reduce(x) if x.numel() else x.new_zeros(())
+def extreme(x: Tensor, reduce: Callable[[Tensor], Tensor], batch: TokenBatch) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(())
+    if batch.counted is None:
+        return reduce(x)
+    ends = math.inf if reduce is torch.amin else -math.inf
+    return torch.where(batch.counted.any(), reduce(torch.where(batch.counted, x, ends)), 0)

@@ -231,10 +231,8 @@ class LossSpec:
         """[n] w_t of loss = sum_t w_t loss_t."""
         if batch.token_weights is not None:
             return batch.token_weights
-        return self.scheme.weights(
-            batch,
-            Divisors(self.num_items_in_batch, self.num_sequences, self.max_completion_length),
-        )
+        divisors = Divisors(self.num_items_in_batch, self.num_sequences, self.max_completion_length)
+        return batch.select(self.scheme.weights(batch, divisors))
 
 
 def _between(low: float, high: float) -> Callable[[float], bool]:

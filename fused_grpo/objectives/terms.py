@@ -12,7 +12,7 @@ from fused_grpo.batch import TokenBatch
 from fused_grpo.kl import Penalty, kl_penalty
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import LEVELS, clamp_log_ratio
+from fused_grpo.ratios import LEVELS, clamp_log_ratio, per_sequence
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def make_view(
     old = logps.detach() if batch.old is None else batch.old
     if spec.bypass:  # an unknown log-prob of the sampler is a ratio of 1
         old = torch.where(old.isnan(), logps.detach(), old)
-    log_ratio = LEVELS[spec.level](logps - old, batch.sequence, batch.lengths)
+    log_ratio = level_of(logps - old, batch, spec)
     return TokenView(
         logps=logps,
         advantages=batch.advantages,
@@ -115,6 +115,17 @@ def make_view(
         sequence=batch.sequence,
         lengths=batch.lengths,
     )
+
+
+def level_of(log_ratio: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor:
+    """[n] the log-ratio at the level of the ratio, from those of tokens."""
+    if batch.counted is None or batch.spans is None:
+        return LEVELS[spec.level](log_ratio, batch.sequence, batch.lengths)
+    if spec.level == "token":
+        return log_ratio
+    # with a fixed capacity the mean over the counted tokens, which is the only other level there
+    total = per_sequence(batch.select(log_ratio), batch.spans)
+    return batch.select((total / batch.lengths.clamp_min(1))[batch.sequence])
 
 
 def _active(view: TokenView, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
