@@ -73,6 +73,28 @@ def test_loss_does_not_depend_on_the_accumulation(tmp_path: Path, options: dict[
         torch.testing.assert_close(parts[name], grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
+def test_empty_rows_leave_the_divisor_of_their_scheme(tmp_path: Path) -> None:
+    """Truncated rows count among B in sequence_mean, and do not in nonempty_sequence_mean."""
+    grads, seen = {}, []
+    for name in ("sequence_mean", "nonempty_sequence_mean"):
+        run = trainer(tmp_path / name, aggregation=name, mask_truncated_completions=True)
+        with torch.no_grad():
+            run.model.lm_head.weight[0] *= 4
+        original = run._generate
+
+        def generate(rows: Any, original: Any = original) -> Any:
+            seen.extend(original(rows))
+            return seen[-1:]
+
+        run._generate = generate
+        grads[name], _ = first_step(run)
+    filled = int((seen[0].completion_mask.sum(1) > 0).sum())
+    assert 0 < filled < 8
+    for name, grad in grads["sequence_mean"].items():
+        other = grads["nonempty_sequence_mean"][name]
+        torch.testing.assert_close(other, grad * 8 / filled, atol=1e-6, rtol=1e-4, msg=name)
+
+
 def test_groups_of_a_micro_batch(tmp_path: Path) -> None:
     options = {"aggregation": "group_mean", "num_generations": 4}
     whole, loss = first_step(trainer(tmp_path / "a", **options))
