@@ -20,8 +20,8 @@ from torch import Tensor
 from fused_grpo.checks import check_number, check_tensor, wide_dtype
 from fused_grpo.memory import cutoff_rows, slices
 
-# candidates looked at before all of a row is sorted: nearly every nucleus is smaller
-_CANDIDATES = 1024
+# candidates looked at before all of a row is sorted: nearly every nucleus is smaller than the first
+_CANDIDATES = (256, 4096)
 
 
 class SupportOptions(TypedDict, total=False):
@@ -101,8 +101,8 @@ def _nucleus(z: Tensor, floor: Tensor, top_p: float) -> Tensor:
     log_mass = torch.logsumexp(kept, 1, keepdim=True)
     vocab = z.shape[1]
     # a GPU would wait for the answer to "was that enough?"
-    sizes = (_CANDIDATES, vocab) if z.device.type == "cpu" and vocab > _CANDIDATES else (vocab,)
-    for size in sizes:
+    fewer = _CANDIDATES if z.device.type == "cpu" else ()
+    for size in (*(k for k in fewer if k < vocab), vocab):
         values = kept.topk(size).values
         share = (values - log_mass).to(wide_dtype(z)).exp_()
         upto = share.cumsum(1)

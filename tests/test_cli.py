@@ -48,8 +48,28 @@ def test_lora_and_options_of_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        "--advantage-estimator opo --kl_estimator full --beta 0.1",
+        "--advantage_estimator=gdpo --kl_estimator top_k --kl_top_k 5 --beta 0.1",
+        "--keep_sampling_mask True --top_k 20 --top_p 0.9 --beta 0.1",
+    ],
+)
+def test_estimators_and_supports(tmp_path: Path, options: str) -> None:
+    arguments = f"train --model tiny --steps 1 --output-dir {tmp_path} {options}".split()
+    assert cli.main(arguments) == 0
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    step = next(entry for entry in entries if "kl" in entry)
+    assert step["kl"] == pytest.approx(0, abs=1e-6)  # the policy is the reference
+    if "top_p" in options:
+        assert 1 < step["support/size"] <= 20
+        assert step["support/target_outside"] == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--advantage-estimator", "rloo", "--scale_rewards", "none"], "does not apply"),
         (["--num-generations", "5"], "num_generations that fit: 2, 4, 8, 16, 32"),
         (["--loss-type", "ppo"], "loss_type='ppo' is unknown; choose one of"),
         (["--no-such-option", "1"], "--no-such-option"),

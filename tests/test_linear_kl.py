@@ -12,7 +12,7 @@ from cases import make_case, pack, with_reference
 from oracle import DTYPES, TOLERANCE, Tolerance, assert_gradient, check, close, dtype_id, ours
 from torch import Tensor
 
-from fused_grpo import grpo_loss, linear_kl, linear_logprobs
+from fused_grpo import grpo_loss, linear_kl, linear_logprobs, policy_loss
 from fused_grpo.divergence import kl_terms
 from fused_grpo.reference import reference_linear_kl
 
@@ -210,6 +210,15 @@ def test_near_policies(distance: float) -> None:
     # a log-ratio is off by the rounding of its logits, about 1e-6
     bound = 1e-6 + 5e-6 / distance
     assert ((got.double() - want).abs() <= bound * want).all()
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
+def test_gradients_of_near_policies(distance: float, top_k: int | None) -> None:
+    """p (log(p / r) - KL) is as good as the log-ratio, which is about `distance` and carries the
+    rounding of two logits, 1e-6."""
+    policy, reference = heads((40,), 1000, dtype=torch.float32, distance=distance)
+    compare(policy, reference, top_k=top_k, tolerance=Tolerance(1e-6, 2e-6 / distance, 1e-6))
 
 
 def test_top_k_grows_to_the_full_divergence() -> None:
@@ -570,3 +579,13 @@ def test_bad_input_of_the_op(changes: dict[str, Any], error: type[Exception], na
     call = {"hidden": torch.randn(B, T, H), "weight": torch.randn(V, H), **REF} | changes
     with pytest.raises(error, match=name):
         linear_kl(**call)
+
+
+def test_policy_loss_has_no_head() -> None:
+    """It knows one log-probability per token: options of the head are errors, not ignored."""
+    logps, advantages = torch.zeros(B, T), torch.zeros(B)
+    with pytest.raises(ValueError, match=r"kl_estimator='full' needs ref_hidden"):
+        policy_loss(logps, advantages, beta=0.1, kl_estimator="full")
+    for name in ("ref_hidden", "support_top_k"):
+        with pytest.raises(TypeError, match=name):
+            policy_loss(logps, advantages, **{name: 3})
