@@ -10,7 +10,7 @@ import formulas
 import pytest
 import torch
 
-from fused_grpo import LossSpec
+from fused_grpo import LossSpec, advantages
 from fused_grpo.aggregation import PRESETS, SCHEMES
 from fused_grpo.corrections import CORRECTIONS
 from fused_grpo.kl import ESTIMATORS
@@ -18,7 +18,8 @@ from fused_grpo.objectives import LOSS_TYPES
 from fused_grpo.ratios import LEVELS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| `")]
+OBJECTIVES, ADVANTAGES = PAGE.split("## Advantages")
+ROWS = [line for line in OBJECTIVES.splitlines() if line.startswith("| `")]
 
 
 @pytest.mark.parametrize("name", formulas.POLICY)
@@ -40,6 +41,9 @@ def test_every_name_is_there() -> None:
     names = {*SCHEMES, *PRESETS, *CORRECTIONS, *ESTIMATORS}
     names |= {f.name for f in fields(LossSpec)}
     assert not {name for name in names if f"`{name}`" not in PAGE}
+    assert not {
+        name for name in {*advantages.ESTIMATORS, "gdpo"} if f"| `{name}` |" not in ADVANTAGES
+    }
     assert not {level for level in LEVELS if f'"{level}"' not in PAGE}
 
 
