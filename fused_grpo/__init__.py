@@ -6,6 +6,8 @@ from fused_grpo.advantages import (
     multi_reward_advantages,
     zero_variance_fraction,
 )
+from fused_grpo.aggregation import token_weights
+from fused_grpo.corrections import sampling_statistics
 from fused_grpo.linear_kl import linear_kl
 from fused_grpo.linear_support import linear_support
 from fused_grpo.loss import (
@@ -16,6 +18,7 @@ from fused_grpo.loss import (
     linear_logprobs,
     policy_loss,
 )
+from fused_grpo.objectives import LossSpec, TokenView, register_objective
 
 __version__ = "0.1.0"
 
@@ -23,6 +26,8 @@ __all__ = [
     "GRPOLoss",
     "GRPOLossOutput",
     "LinearLogprobs",
+    "LossSpec",
+    "TokenView",
     "compute_advantages",
     "group_relative_advantages",
     "grpo_loss",
@@ -31,5 +36,8 @@ __all__ = [
     "linear_support",
     "multi_reward_advantages",
     "policy_loss",
+    "register_objective",
+    "sampling_statistics",
+    "token_weights",
     "zero_variance_fraction",
 ]

@@ -23,13 +23,17 @@ class TokenBatch:
     weight_is: Tensor | None  # [n] importance weights on the policy term
     lengths: Tensor  # [S] int64, counted tokens of each sequence
     shape: torch.Size  # of the caller's ids
+    sampler: Tensor | None = None  # [n] log-probs as the sampler reported them, NaN where unknown
+    token_weights: Tensor | None = None  # [n] the caller's w_t, in the place of a scheme's
+    group_ids: Tensor | None = None  # [S] int64, which prompt or rollout a sequence belongs to
+    keep: Tensor | None = None  # [n] bool, false where a correction rejects a token
 
     def __getitem__(self, span: slice) -> TokenBatch:
-        """The tokens of a span; `lengths` stays that of the whole sequences."""
+        """The tokens of a span; what belongs to sequences stays that of all of them."""
         per_token = {
             f.name: value[span]
             for f in fields(self)
-            if f.name not in ("lengths", "shape") and (value := getattr(self, f.name)) is not None
+            if f.name not in _NOT_PER_TOKEN and (value := getattr(self, f.name)) is not None
         }
         return replace(self, **per_token)
 
@@ -39,15 +43,21 @@ class TokenBatch:
         return flat.index_copy(0, self.index, values).view(self.shape)
 
 
+_NOT_PER_TOKEN = ("lengths", "shape", "group_ids")
+
+
 def make_batch(
     tokens: Tensor,
     advantages: Tensor,
     *,
-    completion_mask: Tensor | None,
-    old_per_token_logps: Tensor | None,
-    ref_per_token_logps: Tensor | None,
-    importance_sampling_ratio: Tensor | None,
-    cu_seqlens: Tensor | None,
+    completion_mask: Tensor | None = None,
+    old_per_token_logps: Tensor | None = None,
+    ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     dtype: torch.dtype,
 ) -> TokenBatch:
     """Checks shapes, dtypes and devices, then selects the counted tokens.
@@ -79,7 +89,22 @@ def make_batch(
         weight_is=floats("importance_sampling_ratio", importance_sampling_ratio, per_sequence=True),
         lengths=torch.bincount(sequence[index], minlength=num_sequences),
         shape=ids_shape,
+        sampler=floats("sampling_per_token_logps", sampling_per_token_logps),
+        token_weights=floats("token_weights", token_weights),
+        group_ids=_group_ids(group_ids, num_sequences, device),
     )
+
+
+def _group_ids(group_ids: Tensor | None, num_sequences: int, device: torch.device) -> Tensor | None:
+    if group_ids is None:
+        return None
+    check_tensor("group_ids", group_ids, device, floating=False)
+    if group_ids.shape != (num_sequences,):
+        raise ValueError(
+            f"group_ids has shape {list(group_ids.shape)}; it must be [{num_sequences}], one per "
+            "sequence"
+        )
+    return group_ids.detach().long()
 
 
 @dataclass(frozen=True)

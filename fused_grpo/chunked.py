@@ -27,6 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fused_grpo import rounded
 from fused_grpo.divergence import ReferenceTiles
 from fused_grpo.gradients import Chunk, add_gradients
 from fused_grpo.memory import slices
@@ -77,6 +78,8 @@ def head_pass(
                 upstream = coefficients(span, values)
                 add_gradients(chunk, upstream, head, work.tile, work.weight_tile, result)
     if result.weight_grad is not None:
+        if not result.weight_grad_written:
+            result.weight_grad.zero_()
         result.weight_grad = result.weight_grad.to(head.weight.dtype)
     if result.bias_grad is not None and head.bias is not None:
         result.bias_grad = result.bias_grad.to(head.bias.dtype)
@@ -105,7 +108,8 @@ def _empty_result(
         support_size=values(tokens.support is not None, torch.int64),
         outside=values(tokens.support is not None, torch.bool),
         hidden_grad=zeros(hidden, needs.hidden_grad, hidden.dtype),
-        weight_grad=zeros(head.weight, needs.weight_grad, dtype),
+        # written by the first chunk that has a share in it
+        weight_grad=torch.empty_like(head.weight, dtype=dtype) if needs.weight_grad else None,
         bias_grad=zeros(head.bias, needs.bias_grad, dtype),
     )
 
@@ -123,15 +127,20 @@ def _forward(
     temperature = tokens.temperatures(span, like)
     exps, deltas = (None if x is None else x[: len(rows)] for x in (work.exps, work.deltas))
     beside = None if reference is None else _reference_tiles(reference, span, work, deltas)
-    sums, within = tile_softmax(
-        LogitTiles(rows, temperature, head, work.weight_tile),
-        target,
-        work.tile,
-        exps,
-        needs.entropy,
-        None if tokens.support is None else tokens.support[span],
-        beside,
-    )
+    sums = within = None
+    plain = tokens.support is None and beside is None
+    if plain and rounded.applies(rows, head, tokens.temperature, needs.entropy):
+        sums = rounded.exponentials(rows, target, head.weight, work.tile, exps)
+    if sums is None:
+        sums, within = tile_softmax(
+            LogitTiles(rows, temperature, head, work.weight_tile),
+            target,
+            work.tile,
+            exps,
+            needs.entropy,
+            None if tokens.support is None else tokens.support[span],
+            beside,
+        )
     stats = row_statistics(sums)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
     if within is not None:

@@ -23,7 +23,7 @@ FIELDS: list[tuple[str, str, type, str]] = [
     ("--num-generations", "num_generations", int, "completions per prompt"),
     ("--batch-size", "per_device_train_batch_size", int, "completions per micro-batch"),
     ("--output-dir", "output_dir", str, "where everything is written (runs/MODEL-TASK)"),
-    ("--loss-type", "loss_type", str, "grpo, bnpo, dr_grpo or dapo"),
+    ("--loss-type", "loss_type", str, "an objective of docs/objectives.md, or module:function"),
     ("--beta", "beta", float, "coefficient of the KL to the reference"),
     ("--temperature", "temperature", float, "of sampling"),
 ]

@@ -156,9 +156,11 @@ def _accumulate(
     product = product_dtype(rows, weight)
     x = rows.to(dtype)
     at_target = shares.target[:, None]
-    dh = weight[target].to(dtype).mul_(at_target) if result.hidden_grad is not None else None
+    dh = torch.zeros_like(x) if result.hidden_grad is not None else None
+    one_softmax = shares.scale.shape[1] == 1  # of all tiles
+    scaled: Tensor | None = None
     for j, v in enumerate(slices(weight.shape[0], tile)):
-        dz, scale = exps[:, v], shares.scale[:, j, None]
+        dz, scale = exps[:, v], shares.scale[:, 0 if one_softmax else j, None]
         if shares.a is not None:
             dz = _dlogits(chunk, shares, j, v, head)
         if result.bias_grad is not None:
@@ -166,13 +168,18 @@ def _accumulate(
         dz = dz.to(product)
         if dh is not None:
             w = weight[v] if weight.dtype == product else weight_tile(v)
-            dh.addcmul_((dz @ w).to(dtype), scale)
+            dh += dz @ w if one_softmax else (dz @ w).to(dtype).mul_(scale)
         if result.weight_grad is not None:
-            _add_product(result.weight_grad[v], dz.T, (x * scale).to(product))
+            if scaled is None or not one_softmax:
+                scaled = (x * scale).to(product)
+            _add_product(result.weight_grad[v], dz.T, scaled, result.weight_grad_written)
     if dh is not None and result.hidden_grad is not None:
+        dh = dh.mul_(shares.scale) if one_softmax else dh
+        dh.addcmul_(weight[target].to(dtype), at_target)
         flat = result.hidden_grad.view(-1, rows.shape[1])
         flat[chunk.index] = dh.to(flat.dtype)
     if result.weight_grad is not None:
+        result.weight_grad_written = True
         _add_rows(result.weight_grad, target, x * at_target)
     if result.bias_grad is not None:
         _add_rows(result.bias_grad, target, shares.target)
@@ -213,11 +220,14 @@ def _add_entries(dz: Tensor, chunk: Chunk, extra: Tensor, v: slice, head: Head) 
     dz[row, column] += extra[row, k] * _cap_slope(d.z[row, k], t, head)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, written: bool) -> None:
+    """total += a @ b; total = a @ b where nothing was written to it before."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
+        torch.addmm(total, a, b, beta=int(written), out=total)
+    elif written:
         total += a @ b
+    else:
+        total.copy_(a @ b)
 
 
 def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -14,15 +14,20 @@ from typing_extensions import Unpack
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.calls import SAME, make_call, token_values
 from fused_grpo.checks import check_choice, check_head, check_tensor
+from fused_grpo.corrections import prepare
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
-from fused_grpo.objectives import LossSpec, Objective, head_terms, metrics, token_terms
+from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
+from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
 from fused_grpo.ops import FusedLossFunction
 from fused_grpo.passes import TokenValues
 from fused_grpo.reference import (
+    REFERENCE_LOSSES,
     ReferenceOutput,
     reference_logprobs,
     reference_loss,
+    reference_policy_loss,
     reference_support_of,
+    token_losses,
 )
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
@@ -73,12 +78,41 @@ class LossOptions(TypedDict, total=False):
     delta: float | None
     beta: float
     use_bias_correction_kl: bool
-    kl_estimator: str
-    kl_top_k: int | None
     entropy_coef: float
     log_ratio_clamp: float | None
     num_items_in_batch: float | Tensor | None
     max_completion_length: int | None
+    aggregation: str | None
+    num_sequences: float | Tensor | None
+    dual_clip: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+    divergence_low: float | None
+    divergence_high: float | None
+    log_ratio_penalty: float | None
+    cov_ratio: float | None
+    cov_low: float | None
+    cov_high: float | None
+    cov_coef: float | None
+    cov_seed: int
+    positive_nll_coef: float
+    off_policy_mask_threshold: float | None
+    top_entropy_quantile: float
+    kl_estimator: str
+    kl_top_k: int | None
+    kl_clamp: float | None
+    sampling_correction: str | None
+    sampling_ratio_min: float | None
+    sampling_ratio_max: float | None
+    rejection: Mapping[str, float | tuple[float, float]] | None
+    veto_ratio_min: float | None
+    veto_ratio_max: float | None
 
 
 class GRPOOptions(LossOptions, SupportOptions, total=False):
@@ -198,7 +232,10 @@ def grpo_loss(
     completion_mask: Tensor | None = None,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float | Tensor = 1.0,
@@ -221,14 +258,13 @@ def grpo_loss(
 
     With logps = linear_logprobs(hidden, weight, completion_ids, ...), per counted token
 
-        ratio = exp(logps - old)                              exp(mean over the sequence) at
-        sequence level policy = -min(min(ratio, delta) A, clip(ratio, 1 - epsilon_low, 1 +
-        epsilon_high) A) loss_t = policy * importance_sampling_ratio + beta * k3(ref - logps) -
-        entropy_coef * entropy
+        ratio  = exp(logps - old)                                   or that of its sequence
+        policy = -min(min(ratio, delta) A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A)
+        loss_t = policy * importance weight + beta * kl - entropy_coef * entropy
 
-    and loss = sum_t w_t loss_t, where loss_type chooses w_t. Matmul work is 6NHV (4NHV with a
-    frozen head or a frozen trunk); tokens that are masked cost nothing, and those whose gradient
-    is zero no backward.
+    and loss = sum_t w_t loss_t, where loss_type chooses `policy` and w_t. Matmul work is 6NHV (4NHV
+    with a frozen head or a frozen trunk); tokens that are masked cost nothing, and those whose
+    gradient is zero no backward.
 
     Args:
         hidden: [B, T, H]; packed: [N, H] or [1, N, H]. hidden[:, t] predicts completion_ids[:, t].
@@ -240,7 +276,7 @@ def grpo_loss(
             everything. Whatever stands at other positions, NaN included, has no effect.
         old_per_token_logps: log-probs of the policy that sampled. None: this policy, detached:
             every ratio is 1 and the gradient is that of the live ratio.
-        ref_per_token_logps: log-probs of the reference policy; if beta > 0, these or
+        ref_per_token_logps: log-probs of the reference policy, needed if beta > 0, or ref_hidden.
         ref_hidden, ref_weight, ref_bias: the reference's hidden states [..., H_r] at the same
             positions and its head [V, H_r], [V], from which its log-probabilities are computed in
             the same pass (2 N H_r V more); constants.
@@ -254,42 +290,81 @@ def grpo_loss(
         reduction: "sum", the weighted sum over tokens, or "none", the unweighted losses of all
             tokens, in the shape of completion_ids and differentiable for any upstream gradient
             (8NHV).
-        loss_type: w_t, with n_b counted tokens in a sequence: "grpo" 1 / (n_b B), "bnpo" 1 /
-            (counted tokens of this call), "dapo" 1 / num_items_in_batch (None: as bnpo), "dr_grpo"
-            1 / (B max_completion_length). B counts fully masked sequences. Divisors are at least 1.
-        importance_sampling_level: "token" or "sequence" (GSPO, arXiv 2507.18071).
+        loss_type: an objective with its w_t (docs/objectives.md lists them), one that was added
+            with `register_objective`, or "module:function". With n_b counted tokens in a sequence:
+            "grpo" 1 / (n_b B), "bnpo" 1 / (counted tokens of this call), "dapo" 1 /
+            num_items_in_batch (None: as bnpo), "dr_grpo" 1 / (B max_completion_length). B counts
+            fully masked sequences. Divisors are at least 1.
+        aggregation: another w_t: a name in `aggregation.SCHEMES` or `aggregation.PRESETS`.
+        token_weights: w_t itself, in the shape of completion_ids; see `token_weights`.
+        num_items_in_batch, num_sequences: counted tokens, and sequences, of all accumulated calls
+            and ranks, for the schemes that divide by them.
+        max_completion_length: the constant of "dr_grpo".
+        group_ids: integers, one per sequence, for aggregation="group_mean".
+        importance_sampling_level: "token"; "sequence", the mean over it (GSPO, arXiv 2507.18071);
+            "sequence_token", its value with each token's own gradient; "sequence_sum", the product
+            of the tokens' ratios.
         epsilon_low, epsilon_high: bounds of the clip, 0.2 and None (the same) by default.
         delta: upper bound of the ratio where the advantage is negative, > 1. None: none.
+        dual_clip: upper bound of the loss there, in units of |A|, > 1. The same thing as delta,
+            but for bounds below 1 + epsilon_high.
+        ratio_min, ratio_max: bounds of the ratio itself (CISPO, DPPO).
+        sapo_temperature_pos, sapo_temperature_neg: by the sign of the advantage.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: by the sign of the advantage.
+        divergence_low, divergence_high: how far a probability may fall, or rise (DPPO, prime).
+        log_ratio_penalty: coefficient of the squared log-ratio (prime, DRO).
+        cov_ratio, cov_low, cov_high, cov_coef, cov_seed: of clip_cov and kl_cov.
+        positive_nll_coef: coefficient of -logp at tokens with A > 0, under the same w_t.
+        off_policy_mask_threshold: no policy term for a sequence with A < 0 whose mean of sampler
+            (old, where not given) - logp is larger (DeepSeek-V3.2, arXiv 2512.02556).
+        top_entropy_quantile: the share of tokens, those of largest entropy, that keep policy term
+            and entropy bonus (arXiv 2506.01939).
         beta: coefficient of the KL to the reference.
-        use_bias_correction_kl: multiply k3 by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
-        kl_estimator: "k3", from the sampled token's log-probabilities; with ref_hidden also "full",
-            the divergence KL(pi || reference) over the whole vocabulary, and "top_k", that over the
-            `kl_top_k` likeliest entries of the policy and the rest taken together (a lower bound,
-            see `divergence.TopEntries`); both exact in value and gradient.
+        kl_estimator: "k1", "k2", "k3", "abs"; "k1+", "k3+", "abs+" with the gradient of k2;
+            "k1_score", "k2_score", "k3_score" times exp(logp - sg logp). With ref_hidden also
+            "full", the divergence KL(pi || reference) over the whole vocabulary, and "top_k", that
+            over the `kl_top_k` likeliest entries of the policy and the rest taken together (a lower
+            bound, see `divergence.TopEntries`); both exact in value and gradient.
+        kl_clamp: the estimate is clamped to +- this, with gradient 0 beyond. None: as it is.
+        use_bias_correction_kl: multiply it by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
         log_ratio_clamp: log-ratios enter exp clamped to +- this, with gradient 0 beyond; None: as
             they are.
-        num_items_in_batch: counted tokens of all accumulated calls and ranks ("dapo").
-        max_completion_length: the constant of "dr_grpo".
+        sampling_per_token_logps: log-probs as the sampler reported them; NaN where unknown counts
+            as a ratio of 1.
+        sampling_correction: weights exp(old - sampler) on the policy term, or with old None
+            exp(logp - sampler): "token_truncate", "token_mask", the same for "sequence" (product)
+            and "geometric" (mean); "monitor" only logs; "bypass" puts the sampler's log-probs in
+            the place of the old ones.
+        sampling_ratio_min, sampling_ratio_max: the bounds, 0 and 3 by default.
+        rejection: criterion -> bound: "token_", "seq_sum_", "seq_mean_" or "seq_max_" with "k1",
+            "k2" or "k3", as in {"seq_mean_k3": 0.01}. All must hold for a token to count. For k1
+            a bound u or pair (l, u) is of the ratio sampler / old.
+        veto_ratio_min, veto_ratio_max: one token outside rejects its sequence.
         support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
             support_ids: normalise policy and reference over the entries that the sampler could
             have drawn (see `support.SupportOptions`). Log-probabilities that are given (old_...,
             ref_...) must be over the same entries. A target outside counts as kept.
 
     Returns:
-        GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with ratio < 1 - epsilon_low and
-        A < 0), "clip_ratio/high_mean", "clip_ratio/region_mean" (either), "ratio/mean|min|max",
+        GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with A < 0 below the objective's
+        lower bound), "clip_ratio/high_mean" (above the upper one with A > 0),
+        "clip_ratio/region_mean" (either), where the objective has bounds; "ratio/mean|min|max",
         "log_ratio/min|max", "log_ratio/clamped" (share), "effective_sample_size"
         ((sum r)^2 / (N sum r^2)), "num_tokens", "zero_coefficient_fraction" (tokens that skip the
-        backward; only where this call forms gradients), and "kl" (the term as it enters the loss)
-        and "entropy" where there are any; with a support "support/size" (mean number of entries
-        kept) and "support/target_outside" (share of the tokens outside of their own support).
+        backward; only where this call forms gradients); "kl" (the term as it enters the loss),
+        "kl/log_ratio_clamped", "kl/clamped" (shares), "entropy", "policy_mask/dropped" (share) and
+        "sampling/..." (`corrections.statistics`, "importance_ratio/mean|min|max",
+        "effective_sample_size", "rejected") where there are any; with a support "support/size"
+        (mean number of entries kept) and "support/target_outside" (share of the tokens outside of
+        their own support).
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
             masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
     support, loss_options = _split(options)
+    spec = _spec(loss_options)
     reference: dict[str, Any] = {
         "ref_hidden": ref_hidden,
         "ref_weight": ref_weight,
@@ -298,7 +373,7 @@ def grpo_loss(
         "ref_logit_scale": ref_logit_scale,
         "ref_softcap": ref_softcap,
     }
-    spec = _spec(loss_options, ref_per_token_logps, reference)
+    check_reference(spec, _given({"ref_per_token_logps": ref_per_token_logps} | reference))
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
@@ -310,13 +385,21 @@ def grpo_loss(
             f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} "
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
-    batch = make_batch(
+    tensors: dict[str, Any] = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "token_weights": token_weights,
+        "group_ids": group_ids,
+    }
+    batch = _batch(
+        spec,
         completion_ids,
         advantages,
+        tensors,
+        reduction,
         completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps if spec.beta else None,
-        importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
     )
@@ -337,37 +420,30 @@ def grpo_loss(
         if ref_hidden is None
         else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
     )
-    entropy = entropy or spec.entropy_coef != 0
+    entropy = entropy or spec.needs_entropy
     if backend == "reference":
-        out = reference_loss(
-            hidden,
-            weight,
-            completion_ids,
-            advantages,
-            completion_mask=completion_mask,
-            old_per_token_logps=old_per_token_logps,
-            ref_per_token_logps=ref_per_token_logps,
-            importance_sampling_ratio=importance_sampling_ratio,
-            bias=bias,
-            cu_seqlens=cu_seqlens,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            entropy=entropy,
-            **reference,
-            **options,
+        return _reference(
+            spec,
+            batch,
+            (hidden, weight, completion_ids, advantages),
+            {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
+            | {"softcap": softcap, "entropy": entropy, **support},
+            tensors | {"completion_mask": completion_mask, "cu_seqlens": cu_seqlens},
+            _given(reference),
+            loss_options,
+            reduction,
         )
-        return _from_reference(out, reduction)
     if ref_hidden is not None and not spec.head_kl:  # filled by the head as it goes
         batch = replace(batch, ref=torch.zeros_like(batch.advantages))
     if reduction == "none" or not torch.is_grad_enabled():
-        return _from_values(
-            token_values(hidden, weight, bias, call, entropy), batch, spec, reduction
-        )
-    loss, per_token, g, *values = FusedLossFunction.apply(
-        hidden, weight, bias, call, Objective(spec, batch), entropy
+        values = token_values(hidden, weight, bias, call, entropy)
+        return _from_values(values, batch, spec, reduction)
+    objective = Objective(spec, batch)
+    loss, per_token, g, *found = FusedLossFunction.apply(
+        hidden, weight, bias, call, objective, entropy
     )
-    return _output(loss, per_token, TokenValues(*values), g, batch, spec)
+    values = TokenValues(*found)
+    return _output(loss, per_token, values, batch, objective.metrics(values, g))
 
 
 class GRPOLoss(nn.Module):
@@ -381,7 +457,7 @@ class GRPOLoss(nn.Module):
         super().__init__()
         known = set(inspect.signature(grpo_loss).parameters) - {"options"}
         _, loss_options = _split({k: v for k, v in options.items() if k not in known})
-        _spec(loss_options, None, bound=True)
+        _spec(loss_options)
         self.options = options
 
     def forward(
@@ -406,7 +482,10 @@ def policy_loss(
     completion_mask: Tensor | None = None,
     old_per_token_logps: Tensor | None = None,
     ref_per_token_logps: Tensor | None = None,
+    sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
     entropies: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     reduction: str = "sum",
@@ -416,17 +495,19 @@ def policy_loss(
 
     Args:
         per_token_logps: [B, T] (packed: [N] or [1, N]) floating point, differentiable.
-        entropies: the same shape, differentiable; needed if entropy_coef != 0.
+        entropies: the same shape, differentiable; needed if entropy_coef != 0, and for
+            top_entropy_quantile.
         (others): as in `grpo_loss`.
 
     Raises:
         TypeError, ValueError: as `grpo_loss`.
     """
-    spec = _spec(options, ref_per_token_logps)
+    spec = _spec(options)
+    check_reference(spec, _given({"ref_per_token_logps": ref_per_token_logps}))
     check_choice("reduction", reduction, ("sum", "none"))
     check_tensor("per_token_logps", per_token_logps, None, floating=True)
-    if spec.entropy_coef != 0 and entropies is None:
-        raise ValueError(f"entropy_coef={spec.entropy_coef} needs entropies")
+    if spec.needs_entropy and entropies is None:
+        raise ValueError(f"{entropy_option(spec)} needs entropies")
     if entropies is not None:
         check_tensor("entropies", entropies, per_token_logps.device, floating=True)
         if entropies.shape != per_token_logps.shape:
@@ -435,13 +516,20 @@ def policy_loss(
                 f"{list(per_token_logps.shape)}; they must be the same"
             )
     dtype = torch.float64 if per_token_logps.dtype == torch.float64 else torch.float32
-    batch = make_batch(
+    batch = _batch(
+        spec,
         per_token_logps,
         advantages,
+        {
+            "old_per_token_logps": old_per_token_logps,
+            "ref_per_token_logps": ref_per_token_logps,
+            "sampling_per_token_logps": sampling_per_token_logps,
+            "importance_sampling_ratio": importance_sampling_ratio,
+            "token_weights": token_weights,
+            "group_ids": group_ids,
+        },
+        reduction,
         completion_mask=completion_mask,
-        old_per_token_logps=old_per_token_logps,
-        ref_per_token_logps=ref_per_token_logps if spec.beta else None,
-        importance_sampling_ratio=importance_sampling_ratio,
         cu_seqlens=cu_seqlens,
         dtype=dtype,
     )
@@ -464,46 +552,35 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return support, {k: v for k, v in options.items() if k not in of_support}
 
 
-def _spec(
-    options: Mapping[str, Any],
-    ref_per_token_logps: Tensor | None,
-    reference: Mapping[str, Any] | None = None,
-    bound: bool = False,
-) -> LossSpec:
-    spec = LossSpec(**_known(options, [f.name for f in fields(LossSpec)]))
-    given = [] if ref_per_token_logps is None else ["ref_per_token_logps"]
-    unset = {None, SAME}
-    for name, value in (reference or {}).items():
-        if isinstance(value, Tensor) or value not in unset:
-            given.append(name)
-    _check_reference(spec, given, bound)
-    return spec
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a reference that are set."""
+    unset = (None, SAME)
+    return {k: v for k, v in options.items() if isinstance(v, Tensor) or v not in unset}
 
 
-def _check_reference(spec: LossSpec, given: list[str], bound: bool) -> None:
-    """What is `given` of the reference fits together, and to the KL; `bound`: more may follow."""
-    names = ", ".join(given)
-    if spec.beta == 0 and given:
-        raise ValueError(f"{names} is given, but beta=0 would ignore it: set beta > 0")
-    if bound or spec.beta == 0:
-        return
-    head = [name for name in given if name != "ref_per_token_logps"]
-    if head and ("ref_hidden" not in head or "ref_weight" not in head):
-        raise ValueError(f"{names}: a reference head needs both ref_hidden and ref_weight")
-    if spec.head_kl and not head:
+def _spec(options: Mapping[str, Any]) -> LossSpec:
+    return LossSpec(**_known(options, [f.name for f in fields(LossSpec)]))
+
+
+def _batch(
+    spec: LossSpec,
+    tokens: Tensor,
+    advantages: Tensor,
+    tensors: dict[str, Any],
+    reduction: str,
+    **layout: Any,
+) -> TokenBatch:
+    """The batch of a loss, its tensors checked against its options and its corrections made."""
+    check_tensors(spec, tensors)
+    ratio = tensors["importance_sampling_ratio"]
+    if spec.row.folds_weight and isinstance(ratio, Tensor) and ratio.numel() != tokens.numel():
         raise ValueError(
-            f"kl_estimator={spec.kl_estimator!r} needs ref_hidden and ref_weight: one "
-            "log-probability per token does not tell a divergence over the vocabulary"
+            f"importance_sampling_ratio has shape {list(ratio.shape)}: loss_type="
+            f"{spec.loss_type!r} multiplies the ratios of a sequence's tokens, give one per token"
         )
-    if not given:
-        raise ValueError(
-            f"beta={spec.beta} needs ref_per_token_logps, or ref_hidden and ref_weight"
-        )
-    if len(head) < len(given) and head:
-        raise ValueError(
-            "ref_per_token_logps and ref_hidden are both given: the log-probabilities are either "
-            "known or computed"
-        )
+    if reduction == "none" and tensors["token_weights"] is not None:
+        raise ValueError("token_weights is given, but reduction='none' would ignore it")
+    return prepare(make_batch(tokens, advantages, **tensors, **layout), spec)
 
 
 def _from_values(
@@ -512,14 +589,55 @@ def _from_values(
     """The loss by ordinary autograd from log-probabilities [n]."""
     if values.ref_logps is not None and batch.ref is not None:
         batch = replace(batch, ref=values.ref_logps)
-    per_token = token_terms(values.logps, batch, spec).loss
-    per_token = per_token + head_terms(spec, values.entropy, values.kl)
+    entropy = values.entropy if spec.needs_entropy else None
+    per_token = token_terms(values.logps, batch, spec, entropy, values.kl).loss
     if reduction == "none":
         loss = batch.to_layout(per_token)
     else:
         loss = (per_token * spec.token_weights(batch)).sum()
-    out = _output(loss, per_token.detach(), values, None, batch, spec)
+    out = _output(loss, per_token.detach(), values, batch, metrics(values, None, batch, spec))
     return replace(out, per_token_loss=loss) if reduction == "none" else out
+
+
+def _reference(
+    spec: LossSpec,
+    batch: TokenBatch,
+    positional: tuple[Tensor, Tensor, Tensor, Tensor],
+    head: dict[str, Any],
+    tensors: dict[str, Any],
+    reference: dict[str, Any],
+    options: Mapping[str, Any],
+    reduction: str,
+) -> GRPOLossOutput:
+    """Full logits: `reference_loss`, or for what it does not know its log-probs alone."""
+    known: set[str] = set()
+    for function in (reference_policy_loss, token_losses, reference_loss):
+        known |= set(inspect.signature(function).parameters)
+    extra = {name for name, value in tensors.items() if value is not None} - known
+    known_level = spec.level in ("token", "sequence")
+    known_kl = spec.kl_estimator == "k3" or spec.head_kl
+    covered = spec.loss_type in REFERENCE_LOSSES and known_level and known_kl
+    if covered and not extra | (set(options) - known):
+        given = {name: value for name, value in tensors.items() if name in known}
+        call: Any = reference_loss
+        if reference:
+            given.pop("ref_per_token_logps")
+        return _from_reference(
+            call(*positional, **head, **given, **reference, **options), reduction
+        )
+    hidden, weight, ids, _ = positional
+    counted = batch.to_layout(torch.ones_like(batch.advantages)).bool()
+    if reference:
+        raise ValueError(
+            f"backend='reference' knows {', '.join(reference)} only with the losses "
+            f"{', '.join(REFERENCE_LOSSES)} and their own options"
+        )
+    logps, h, *_ = reference_logprobs(
+        hidden.reshape(*ids.shape, -1), weight, ids.long().masked_fill(~counted, -100), **head
+    )
+    flat = None if h is None else h.reshape(-1)[batch.index]
+    values = TokenValues(logps.reshape(-1)[batch.index], flat)
+    return _from_values(values, batch, spec, reduction)
 
 
 def _from_reference(out: ReferenceOutput, reduction: str) -> GRPOLossOutput:
@@ -537,15 +655,14 @@ def _output(
     loss: Tensor,
     per_token: Tensor,
     values: TokenValues,
-    g: Tensor | None,
     batch: TokenBatch,
-    spec: LossSpec,
+    logged: dict[str, Tensor],
 ) -> GRPOLossOutput:
-    logps, entropy = values.logps.detach(), values.entropy
+    entropy = values.entropy
     return GRPOLossOutput(
         loss=loss,
         per_token_loss=batch.to_layout(per_token),
-        per_token_logps=batch.to_layout(logps),
+        per_token_logps=batch.to_layout(values.logps.detach()),
         entropy=None if entropy is None else batch.to_layout(entropy.detach()),
-        metrics=metrics(logps, entropy, g, batch, spec, values),
+        metrics=logged,
     )

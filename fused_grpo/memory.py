@@ -14,7 +14,8 @@ BLOCK_BYTES = 2**20
 # Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
 # products, which sum bf16 operands in bf16.
 _MIN_TILE, _MAX_TILE = 64, 4096
-_FORWARD_TOKENS = 1024  # without gradients nothing is gained by more
+_FORWARD_TOKENS = 512  # without gradients nothing is gained by more
+_VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
 
 
 def slices(size: int, tile: int) -> Iterator[slice]:
@@ -101,18 +102,22 @@ def plan_chunks(
     stored: int = 4,
     itemsize: int = 4,
     extra: Extra = PLAIN,
+    tokens: int = 0,
 ) -> ChunkPlan:
     """The largest chunk for which `chunk_bytes_used` stays inside `chunk_bytes`.
 
-    One token and a tile of 64 entries are the minimum, whatever the budget.
+    A fifth is left to what the matrix libraries allocate themselves, and up to half of the rest to
+    the vectors of all `tokens` of the call. One token and a tile of 64 entries are the minimum,
+    whatever the budget.
     """
-    chunk_bytes -= chunk_bytes // 6  # left to what the matrix libraries allocate themselves
+    chunk_bytes -= chunk_bytes // 5
+    chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
     weight_share = chunk_bytes // 5  # the tiles of the weights get at most this
     tile = min(_MAX_TILE, weight_share // ((2 * width + extra.ref_width) * itemsize))
-    tile = min(vocab, max(_MIN_TILE, tile))
+    tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
 
-    def fits(tokens: int) -> bool:
-        used = chunk_bytes_used(tokens, tile, vocab, width, stored, itemsize, extra)
+    def fits(c: int) -> bool:
+        used = chunk_bytes_used(c, tile, vocab, width, stored, itemsize, extra)
         return used <= chunk_bytes
 
     low, high = 1, 2
@@ -121,5 +126,5 @@ def plan_chunks(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    tokens = low if stored else min(low, _FORWARD_TOKENS)
-    return ChunkPlan(tokens - tokens % 8 if tokens > 8 else tokens, tile)
+    low = low if stored else min(low, _FORWARD_TOKENS)
+    return ChunkPlan(low - low % 8 if low > 8 else low, tile)

@@ -146,7 +146,7 @@ class FusedLossFunction(torch.autograd.Function):
         needs = _needs(ctx, entropy, objective)
         result, per_token, g = loss_pass(hidden, weight, bias, call, objective, needs)
         ctx.save_for_backward(result.hidden_grad, result.weight_grad, result.bias_grad)
-        loss = (per_token * objective.weights).sum()
+        loss = objective.total(per_token)
         outputs = (per_token, g, *(getattr(result, f.name) for f in fields(TokenValues)))
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
         return loss, *outputs
@@ -192,9 +192,9 @@ def loss_pass(
     def evaluate(span: slice, values: TokenValues) -> Upstream:
         if values.ref_logps is not None and objective.batch.ref is not None:
             objective.batch.ref[span] = values.ref_logps
-        per_token[span], g[span] = objective(span, values.logps)
-        per_token[span] += objective.head_terms(values.entropy, values.kl)
-        return known(span, values)
+        per_token[span], upstream = objective.evaluate(span, values)
+        g[span] = upstream.logps
+        return upstream
 
     plan = plan_pass(tokens, head, needs, call.chunk_bytes, reference)
     if needs.any_grad and (objective.local or n <= plan.tokens):
@@ -221,12 +221,8 @@ def _needs(ctx: Any, entropy: bool, objective: Objective | None = None) -> Needs
     needs = Needs(hidden, weight, bias, entropy)
     if objective is None:
         return needs
-    first = slice(0, 1)
-    return replace(
-        needs,
-        entropy_grad=objective.entropy_gradient(first) is not None,
-        kl_grad=objective.kl_gradient(first) is not None,
-    )
+    spec = objective.spec
+    return replace(needs, entropy_grad=spec.entropy_gradient, kl_grad=spec.head_kl)
 
 
 def _only_hidden(needs: Needs) -> bool:

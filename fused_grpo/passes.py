@@ -97,6 +97,7 @@ class HeadResult(TokenValues):
     hidden_grad: Tensor | None = None
     weight_grad: Tensor | None = None
     bias_grad: Tensor | None = None
+    weight_grad_written: bool = False  # before that it holds nothing yet
 
 
 @dataclass(frozen=True)

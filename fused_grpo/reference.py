@@ -35,6 +35,9 @@ class ReferenceOutput:
     metrics: dict[str, Tensor]
 
 
+REFERENCE_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
+
+
 def reference_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -324,7 +327,7 @@ def reference_policy_loss(
     """The loss from log-probabilities [B, T], or [N] packed by ``cu_seqlens`` [S + 1].
 
     ``advantages`` and ``importance_sampling_ratio`` hold one value per sequence or one per token,
-    the other tensors one per token. ``options`` are those of :func:`_token_losses`. ``kl`` is one
+    the other tensors one per token. ``options`` are those of :func:`token_losses`. ``kl`` is one
     summed over the vocabulary, ``parts`` [n] are what metrics are made of beside the loss's own.
     """
     shape = per_token_logps.shape
@@ -343,8 +346,8 @@ def reference_policy_loss(
         return x.reshape(-1)[sequence].to(dtype) if x.numel() == num_sequences else per_token(x)
 
     logp = per_token(per_token_logps)
-    token_losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
-        _token_losses,
+    losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
+        token_losses,
         old=logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
         ref=None if ref_per_token_logps is None else per_token(ref_per_token_logps),
         advantage=per_sequence_or_token(advantages),
@@ -367,13 +370,13 @@ def reference_policy_loss(
 
     entropy = None if entropies is None else per_token(entropies)
     whole_kl = None if kl is None else per_token(kl)
-    token_loss, own_parts = token_losses(logp, entropy, whole_kl)
+    token_loss, own_parts = losses(logp, entropy, whole_kl)
     # Once more on leaves: which tokens would send nothing back to the head?
     with torch.enable_grad():
         leaves = [
             None if x is None else x.detach().requires_grad_() for x in (logp, entropy, whole_kl)
         ]
-        again, _ = token_losses(*leaves)
+        again, _ = losses(*leaves)
         grads = torch.autograd.grad(
             (again / divisor).sum(), [x for x in leaves if x is not None], allow_unused=True
         )
@@ -402,7 +405,7 @@ def _sequence_of_each_token(tokens: Tensor, cu_seqlens: Tensor | None) -> tuple[
     return torch.arange(len(lengths), device=tokens.device).repeat_interleave(lengths), len(lengths)
 
 
-def _token_losses(
+def token_losses(
     logp: Tensor,
     entropy: Tensor | None,
     whole_kl: Tensor | None,

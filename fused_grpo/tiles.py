@@ -158,10 +158,10 @@ def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def row_blocks(z: Tensor) -> Iterator[slice]:
+def row_blocks(z: Tensor, block_bytes: int = BLOCK_BYTES) -> Iterator[slice]:
     rows = z.shape[0]
     if z.device.type == "cpu":
-        rows = max(1, BLOCK_BYTES // (z.shape[1] * z.element_size()))
+        rows = max(1, block_bytes // (z.shape[1] * z.element_size()))
     return slices(z.shape[0], rows)
 
 

@@ -25,7 +25,8 @@ def plan_pass(
     if _keeps_deltas(needs, reference):
         stored += dtype.itemsize
     extra = _extra(tokens, reference)
-    return plan_chunks(chunk_bytes, vocab, width, stored, dtype.itemsize, extra)
+    n = tokens.index.numel()
+    return plan_chunks(chunk_bytes, vocab, width, stored, dtype.itemsize, extra, n)
 
 
 def _keeps_entries(tokens: Tokens, needs: Needs) -> bool:

@@ -97,7 +97,7 @@ def test_numbers_out_of_range(options: dict[str, Any], names: str) -> None:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"loss_type": "gspo"}, "loss_type gspo grpo bnpo dr_grpo dapo"),
+        ({"loss_type": "ppo"}, "loss_type ppo grpo bnpo dr_grpo dapo"),
         ({"loss_type": "DAPO"}, "loss_type DAPO dapo"),
         ({"importance_sampling_level": "batch"}, "importance_sampling_level batch token sequence"),
         ({"reduction": "mean"}, "reduction mean sum none"),

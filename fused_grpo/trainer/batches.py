@@ -27,8 +27,10 @@ class MicroBatch:
         input_ids, attention_mask: [B, P + T - 1]: nothing is predicted from the last token.
         completion_ids, completion_mask: [B, T], the mask true where a token counts in the loss.
         advantages: [B].
-        num_items: counted tokens of the optimizer step, per process.
+        num_items, num_rows, num_nonempty: counted tokens, rows, and rows with counted tokens of the
+            optimizer step, per process.
         old_logps, ref_logps: [B, T], or None where they are not needed.
+        sampling_logps: [B, T] as the sampler computed them, or None.
         reference: hidden states [B, T, H] and head of the reference, where the loss needs them.
         support_ids: [B, T, K] what the sampler kept, where the policy has moved since.
     """
@@ -39,8 +41,11 @@ class MicroBatch:
     completion_mask: Tensor
     advantages: Tensor
     num_items: Tensor | None = None
+    num_rows: Tensor | None = None
+    num_nonempty: Tensor | None = None
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
+    sampling_logps: Tensor | None = None
     reference: tuple[Tensor, LanguageModelHead] | None = None
     support_ids: Tensor | None = None
 
@@ -98,6 +103,9 @@ def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slic
         completion_ids=completion_ids,
         completion_mask=counted[rows, :length],
         advantages=advantages[rows],
+        sampling_logps=None
+        if sample.sampling_logps is None
+        else sample.sampling_logps[rows, :length],
     )
 
 
@@ -113,20 +121,18 @@ def grouped(prompts: Sequence[Any]) -> tuple[list[Any], int]:
 
 
 def loss_of(
-    batch: MicroBatch, args: GRPOConfig
+    batch: MicroBatch, args: GRPOConfig, entropy_coef: float | None = None
 ) -> Callable[[Tensor, LanguageModelHead], GRPOLossOutput]:
     """A `head_fn`: the share of `batch` in the loss of its optimizer step.
 
     The micro-batches of a step add up to the loss of one batch with all their rows, for every
-    loss_type but bnpo, which is defined by the tokens of a micro-batch.
+    reduction but bnpo's, which is defined by the tokens of a micro-batch. `entropy_coef` replaces
+    that of `args`.
     """
-    options, steps, share = args.loss_options, args.gradient_accumulation_steps, 1.0
-    if args.loss_type == "dapo":
-        options["num_items_in_batch"] = batch.num_items
-    elif args.loss_type == "dr_grpo":
-        options["max_completion_length"] *= steps
-    else:
-        share = 1 / steps
+    options, spec = args.loss_options, args.loss_spec
+    if entropy_coef is not None:
+        options["entropy_coef"] = entropy_coef
+    sums, share = _step_sums(batch, args)
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> GRPOLossOutput:
         out = grpo_loss(
@@ -135,19 +141,38 @@ def loss_of(
             batch.completion_ids,
             batch.advantages,
             completion_mask=batch.completion_mask,
-            old_per_token_logps=batch.old_logps,
+            old_per_token_logps=batch.old_logps if spec.uses_old else None,
             ref_per_token_logps=batch.ref_logps,
+            sampling_per_token_logps=batch.sampling_logps,
             entropy=True,
+            temperature=args.temperature,
             **batch.reference_head(),
             **batch.support(args),
             **head.options,
             **options,
+            **sums,
         )
         if share != 1:
             out.loss = out.loss * share
         return out
 
     return head_fn
+
+
+def _step_sums(batch: MicroBatch, args: GRPOConfig) -> tuple[dict[str, Any], float]:
+    """What the reduction divides by in a whole step, and the factor where it is the caller's."""
+    scheme = args.scheme
+    if "num_items_in_batch" in scheme.takes:
+        return {"num_items_in_batch": batch.num_items}, 1.0
+    if "num_sequences" in scheme.takes:
+        rows = batch.num_nonempty if scheme.over == "nonempty" else batch.num_rows
+        return {"num_sequences": rows}, 1.0
+    if "group_ids" in scheme.takes:
+        groups = torch.arange(len(batch), device=batch.completion_ids.device)
+        return {"group_ids": groups // args.num_generations}, 1 / args.gradient_accumulation_steps
+    if scheme.over == "nothing":  # a sum, of which DDP takes the mean over processes
+        return {}, float(args.world_size)
+    return {}, 1 / args.gradient_accumulation_steps
 
 
 def logps_of(batch: MicroBatch, args: GRPOConfig) -> Callable[[Tensor, LanguageModelHead], Tensor]:

@@ -1,19 +1,20 @@
 """The arguments of `GRPOTrainer`: those of transformers' Trainer and TRL's names for the rest."""
 
-# ruff: noqa: RUF009 (_arg is dataclasses.field, one call per field)
+# ruff: noqa: RUF009 (arg is dataclasses.field, one call per field)
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
 from fused_grpo.advantages import AGGREGATIONS, ESTIMATORS
-from fused_grpo.loss import GRPOLoss
-from fused_grpo.objectives import HEAD_KL
+from fused_grpo.kl import HEAD_KL
+from fused_grpo.trainer.loss_args import LossArguments, arg
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -27,13 +28,8 @@ RESERVED_GENERATION_KWARGS = frozenset(
 SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
-def _arg(default: Any, text: str) -> Any:
-    """A dataclass field with the help that the command line shows."""
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class GRPOConfig(TrainingArguments):
+class GRPOConfig(LossArguments, TrainingArguments):
     """Arguments of `GRPOTrainer`; every argument of `transformers.TrainingArguments` works too.
 
     One optimizer step takes per_device_train_batch_size * gradient_accumulation_steps * (number of
@@ -50,74 +46,62 @@ class GRPOConfig(TrainingArguments):
         "model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
+        "rejection",
     ]
 
-    learning_rate: float = _arg(1e-6, "Peak learning rate.")
-    logging_steps: float = _arg(1, "Log every so many optimizer steps.")
-    remove_unused_columns: bool = _arg(
+    learning_rate: float = arg(1e-6, "Peak learning rate.")
+    logging_steps: float = arg(1, "Log every so many optimizer steps.")
+    remove_unused_columns: bool = arg(
         False, "Must be False: the columns of the dataset go to the reward functions."
     )
     # model
-    model_init_kwargs: dict[str, Any] | str | None = _arg(
+    model_init_kwargs: dict[str, Any] | str | None = arg(
         None, "Keywords of `from_pretrained`, where the model is given by name."
     )
-    disable_dropout: bool = _arg(
+    disable_dropout: bool = arg(
         True, "Set every dropout to 0, so that the ratio is 1 on fresh samples."
     )
     # sampling
-    num_generations: int = _arg(8, "Completions per prompt: the group size G.")
-    max_completion_length: int = _arg(256, "Longest completion, in tokens.")
-    temperature: float = _arg(1.0, "Of sampling, and of the log-probabilities in the loss.")
-    top_p: float = _arg(1.0, "Nucleus sampling; see keep_sampling_mask.")
-    top_k: int = _arg(0, "Sample from the k likeliest tokens only; 0: from all.")
-    min_p: float | None = _arg(None, "Drop tokens below this share of the likeliest one.")
-    keep_sampling_mask: bool = _arg(
+    num_generations: int = arg(8, "Completions per prompt: the group size G.")
+    max_completion_length: int = arg(256, "Longest completion, in tokens.")
+    temperature: float = arg(1.0, "Of sampling, and of the log-probabilities in the loss.")
+    top_p: float = arg(1.0, "Nucleus sampling; see keep_sampling_mask.")
+    top_k: int = arg(0, "Sample from the k likeliest tokens only; 0: from all.")
+    min_p: float | None = arg(None, "Drop tokens below this share of the likeliest one.")
+    keep_sampling_mask: bool = arg(
         False,
         "Take log-probabilities over the tokens that top_k, top_p and min_p left to the sampler.",
     )
-    repetition_penalty: float = _arg(1.0, "Above 1: discourage repetition. 1: off.")
-    generation_kwargs: dict[str, Any] | str | None = _arg(
+    repetition_penalty: float = arg(1.0, "Above 1: discourage repetition. 1: off.")
+    generation_kwargs: dict[str, Any] | str | None = arg(
         None, "More keywords of `model.generate`, such as eos_token_id."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = _arg(
+    chat_template_kwargs: dict[str, Any] | str | None = arg(
         None, "Keywords of `apply_chat_template`, for prompts that are conversations."
     )
-    shuffle_dataset: bool = _arg(True, "Draw the prompts in a new order every epoch.")
-    steps_per_generation: int | None = _arg(
+    shuffle_dataset: bool = arg(True, "Draw the prompts in a new order every epoch.")
+    steps_per_generation: int | None = arg(
         None,
         "Micro-batches sampled at once, a multiple of gradient_accumulation_steps (the default).",
     )
-    num_iterations: int = _arg(1, "Passes over each generation.")
-    mask_truncated_completions: bool = _arg(
+    num_iterations: int = arg(1, "Passes over each generation.")
+    mask_truncated_completions: bool = arg(
         False, "Leave completions that did not end within max_completion_length out of the loss."
     )
     # rewards and advantages
-    reward_weights: list[float] | None = _arg(None, "One per reward function; default: all 1.")
-    scale_rewards: str = _arg(
+    reward_weights: list[float] | None = arg(None, "One per reward function; default: all 1.")
+    scale_rewards: str = arg(
         "group", "What divides the advantages: the std of the 'group' or the 'batch', or 'none'."
     )
-    advantage_estimator: str = _arg(
+    advantage_estimator: str = arg(
         "grpo",
         "grpo, dr_grpo, rloo, rloo_std, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, "
         "opo, remax, pass_at_k, maxrl or gpg; all but grpo and pass_at_k have their own scale.",
     )
-    multi_objective_aggregation: str = _arg(
+    multi_objective_aggregation: str = arg(
         "sum_then_normalize",
         "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO).",
     )
-    # loss
-    loss_type: str = _arg("dapo", "grpo, bnpo (tokens of a micro-batch), dr_grpo or dapo.")
-    importance_sampling_level: str = _arg("token", "'token' or 'sequence' (GSPO).")
-    epsilon: float = _arg(0.2, "Lower bound of the clip is 1 - epsilon.")
-    epsilon_high: float | None = _arg(None, "Upper bound is 1 + epsilon_high; default: epsilon.")
-    delta: float | None = _arg(None, "Bound of the ratio for negative advantages, > 1.")
-    beta: float = _arg(0.0, "Coefficient of the KL to the reference; 0 loads no reference.")
-    use_bias_correction_kl: bool = _arg(False, "Multiply the KL by the ratio (DeepSeek-V3.2).")
-    kl_estimator: str = _arg(
-        "k3", "k3 from the sampled tokens; 'full' or 'top_k' from the whole vocabulary."
-    )
-    kl_top_k: int | None = _arg(None, "Entries of kl_estimator='top_k' beside the rest.")
-    entropy_coef: float = _arg(0.0, "Coefficient of the entropy bonus.")
 
     def __post_init__(self) -> None:
         # before the parent, which reads the environment and starts devices
@@ -131,30 +115,12 @@ class GRPOConfig(TrainingArguments):
             )
         if self.label_smoothing_factor or self.auto_find_batch_size:
             raise ValueError("label_smoothing_factor and auto_find_batch_size do not apply to GRPO")
-        GRPOLoss(**self.loss_options)  # checks its options
+        if isinstance(self.rejection, str):  # the parent would parse it too late
+            self.rejection = _json("rejection", self.rejection)
+        self.check_loss()
         super().__post_init__()
         self._check_generation_kwargs()
         self._check_batch()
-
-    @property
-    def loss_options(self) -> dict[str, Any]:
-        """The options of `grpo_loss` that stay the same in every step."""
-        options = {
-            "loss_type": self.loss_type,
-            "importance_sampling_level": self.importance_sampling_level,
-            "epsilon_low": self.epsilon,
-            "epsilon_high": self.epsilon_high,
-            "delta": self.delta,
-            "beta": self.beta,
-            "use_bias_correction_kl": self.use_bias_correction_kl,
-            "kl_estimator": self.kl_estimator,
-            "kl_top_k": self.kl_top_k,
-            "entropy_coef": self.entropy_coef,
-            "temperature": self.temperature,
-        }
-        if self.loss_type == "dr_grpo":
-            options["max_completion_length"] = self.max_completion_length
-        return options
 
     @property
     def sampler_support(self) -> dict[str, Any]:
@@ -268,6 +234,13 @@ class GRPOConfig(TrainingArguments):
             f"{', '.join(map(str, groups)) or 'none'}; per_device_train_batch_size that fit: "
             f"{unit}, {2 * unit}, {3 * unit}, ..."
         )
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}={text!r} is not JSON: {error}") from error
 
 
 def _number(name: str, value: object, holds: Callable[[float], bool], must: str) -> None:

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer.config import GRPOConfig
@@ -27,6 +32,7 @@ class Sample:
         completion_ids, completion_mask: [B, T], the mask true up to the first end of sequence, that
             one included, and nowhere after it.
         ended: [B] whether a row has an end of sequence.
+        sampling_logps: [B, T] log-probabilities as the sampler computed them, or None.
     """
 
     prompt_ids: Tensor
@@ -34,6 +40,7 @@ class Sample:
     completion_ids: Tensor
     completion_mask: Tensor
     ended: Tensor
+    sampling_logps: Tensor | None = None
 
     def completions(self) -> list[list[int]]:
         """The token ids that were sampled in each row, its end of sequence included."""
@@ -111,6 +118,10 @@ class Sampler:
         ids, mask = left_pad(rows, self.pad_id, device)
         cache = _shared_prefix(model, ids, mask, copies) if copies > 1 else {}
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
+        recorder = None
+        if self.args.reads_sampler and not greedy:
+            recorder = LogprobRecorder(self.args.temperature)
+            cache["logits_processor"] = LogitsProcessorList([recorder])
         with _only_own_options(model):
             out = model.generate(  # type: ignore[operator]
                 input_ids=ids,
@@ -120,7 +131,8 @@ class Sampler:
             )
         completion_ids = out[:, ids.shape[1] :]
         counted, ended = completion_mask(completion_ids, self.eos_ids)
-        return Sample(ids, mask, completion_ids, counted, ended)
+        logps = None if recorder is None else recorder.finish(out)
+        return Sample(ids, mask, completion_ids, counted, ended, logps)
 
     def _generation_config(self, greedy: bool) -> GenerationConfig:
         args = self.args
@@ -140,6 +152,32 @@ class Sampler:
             **sampling,
             **self.extra,
         )
+
+
+class LogprobRecorder(LogitsProcessor):
+    """Log-probabilities of the tokens that `generate` samples, at its temperature.
+
+    Of the whole distribution, as the loss takes them: before top_p, top_k and min_p.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self._steps: list[Tensor] = []
+        self._last: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._last = torch.log_softmax(scores.float() / self.temperature, -1)
+        return scores
+
+    def finish(self, ids: Tensor) -> Tensor:
+        """[B, T] of all tokens, once `generate` has returned `ids`."""
+        self._take(ids)
+        return torch.cat(self._steps, 1)
+
+    def _take(self, ids: Tensor) -> None:
+        if self._last is not None:
+            self._steps.append(self._last.gather(1, ids[:, -1:]))
 
 
 def completion_mask(completion_ids: Tensor, eos_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

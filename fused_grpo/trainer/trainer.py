@@ -7,8 +7,10 @@ model's forward. Everything else (optimizer, schedule, checkpoints, logging) is 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ProgressCallback, Trainer
 
 from fused_grpo.advantages import multi_reward_advantages, weighted_sum
+from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import setup
@@ -42,6 +45,7 @@ from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sample, Sampler
 from fused_grpo.trainer.sampler import GroupSampler
 
+ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
@@ -126,6 +130,8 @@ class GRPOTrainer(Trainer):
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         needs_copy = args.beta > 0 and not setup.is_peft(self.model)
         self.reference = setup.frozen_copy(self.model) if needs_copy else None
+        self.entropy_control = args.adaptive_entropy()
+        self._entropy = torch.zeros(2, dtype=torch.float64)  # sum over counted tokens, their number
         self._metrics = MetricLog()
         self._restart()
         if args.world_size > 1:
@@ -179,6 +185,8 @@ class GRPOTrainer(Trainer):
         batch: Any = self._generation[self._micro_step % args.generation_steps]
         loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
+        if self._micro_step % args.gradient_accumulation_steps == 0:
+            self._adapt_entropy()
         elapsed = time.perf_counter() - start
         self._metrics.add({"step_time": elapsed * args.gradient_accumulation_steps})
         return loss
@@ -192,14 +200,41 @@ class GRPOTrainer(Trainer):
     ) -> Any:
         """The share of a `MicroBatch` in the loss of its optimizer step."""
         batch: MicroBatch = inputs
-        head_fn = loss_of(batch, self.args)
+        control = self.entropy_control
+        head_fn = loss_of(batch, self.args, None if control is None else control.current)
         out: GRPOLossOutput = model(**batch.model_inputs(self.model), head_fn=head_fn)
         if batch.old_logps is None and self.args.num_iterations > 1:
             # the policy that sampled is that of this first pass: its log-probs are the old ones
             batch.old_logps = out.per_token_logps
         metrics = dict(out.metrics)
-        self._metrics.add(metrics, weight=metrics.pop("num_tokens"))
+        tokens = metrics.pop("num_tokens")
+        if control is not None:
+            metrics["entropy_coef"] = torch.tensor(control.current)
+            self._entropy += torch.stack([metrics["entropy"] * tokens, tokens]).double().cpu()
+        self._metrics.add(metrics, weight=tokens)
         return (out.loss, out) if return_outputs else out.loss
+
+    def _adapt_entropy(self) -> None:
+        """Gives the controller the mean entropy of the step, over all processes."""
+        if self.entropy_control is None:
+            return
+        total, tokens = self.accelerator.reduce(self._entropy.to(self.args.device)).tolist()
+        self.entropy_control.update(total / max(tokens, 1.0))
+        self._entropy.zero_()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.entropy_control is not None and self.args.should_save:
+            path = Path(output_dir) / ENTROPY_FILE
+            path.write_text(json.dumps(self.entropy_control.state()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.entropy_control is None:
+            return
+        path = Path(checkpoint) / ENTROPY_FILE
+        if path.exists():
+            self.entropy_control = AdaptiveEntropy(**json.loads(path.read_text()))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names, to those of the Trainer."""
@@ -232,14 +267,18 @@ class GRPOTrainer(Trainer):
         steps = args.gradient_accumulation_steps
         for start in range(0, len(batches), steps):
             step = batches[start : start + steps]
-            local = torch.stack([batch.completion_mask.sum() for batch in step]).sum()
+            lengths = torch.cat([batch.completion_mask.sum(1) for batch in step])
+            local = torch.stack(
+                [lengths.sum(), torch.ones_like(lengths).sum(), (lengths > 0).sum()]
+            )
             # gradients are averaged over the processes: each divides by its part of the sum
-            num_items = self.accelerator.gather(local).sum() / args.world_size
+            gathered = self.accelerator.gather(local[None]).sum(0) / args.world_size
             for batch in step:
-                batch.num_items = num_items
+                batch.num_items, batch.num_rows, batch.num_nonempty = gathered
                 if args.sampler_support and args.reuses_samples:
                     batch.support_ids = self._at_head(self.model, batch, support_of(batch, args))
-                if args.generation_steps > steps:  # the policy moves before this batch is used
+                # the policy moves before this batch is used, or something compares with it
+                if args.generation_steps > steps or args.needs_old:
                     batch.old_logps = self._at_head(self.model, batch, logps_of(batch, args))
                 if args.needs_reference_states:
                     batch.reference = self._at_reference(batch, states_of(batch))

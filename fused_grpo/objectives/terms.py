@@ -1,0 +1,156 @@
+"""From log-probabilities to per-token losses: every term of a loss, differentiable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fused_grpo import corrections
+from fused_grpo.batch import TokenBatch
+from fused_grpo.kl import Penalty, kl_penalty
+from fused_grpo.objectives.spec import LossSpec
+from fused_grpo.objectives.view import TokenView
+from fused_grpo.ratios import LEVELS, clamp_log_ratio
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per-token values [n]; the ratio is at its level, `view.log_ratio` before its clamp.
+
+    `active` says which tokens the policy term and the entropy bonus act on, `keep` which tokens
+    count at all; None: all.
+    """
+
+    loss: Tensor
+    view: TokenView
+    kl: Penalty | None
+    active: Tensor | None
+    keep: Tensor | None
+
+
+def token_terms(
+    logps: Tensor,
+    batch: TokenBatch,
+    spec: LossSpec,
+    entropy: Tensor | None = None,
+    kl: Tensor | None = None,
+) -> Terms:
+    """The loss of every token, differentiable in `logps` [n], `entropy` [n] and `kl` [n], which is
+    one that the head summed over the vocabulary.
+
+    `batch` comes from `corrections.prepare`. The entropy bonus is part of the loss where
+    entropies are given.
+    """
+    weight, keep = batch.weight_is, batch.keep
+    if corrections.waits_for_logps(batch, spec):
+        done = corrections.correct(batch, logps, spec)
+        weight, keep = weight if done.weight is None else done.weight, done.keep
+    view = make_view(logps, batch, spec, entropy, weight)
+    active = _active(view, batch, spec)
+    loss, penalty = other_terms(view, batch, spec, kl)
+    loss = _select(active, policy_term(view, spec)) + loss
+    if spec.entropy_coef != 0 and entropy is not None:
+        loss = loss - spec.entropy_coef * _select(active, entropy)
+    return Terms(_select(keep, loss), view, penalty, active, keep)
+
+
+def other_terms(
+    view: TokenView, batch: TokenBatch, spec: LossSpec, kl: Tensor | None = None
+) -> tuple[Tensor | float, Penalty | None]:
+    """The KL and the likelihood of positives: local to a token, but for the ratio of the KL."""
+    loss: Tensor | float = 0.0
+    penalty = None
+    if spec.head_kl:
+        assert kl is not None
+        penalty = Penalty(kl)
+        loss = spec.beta * kl
+    elif spec.beta != 0:
+        assert batch.ref is not None
+        d = batch.ref - view.logps
+        penalty = kl_penalty(d, spec.kl_estimator, spec.log_ratio_clamp, spec.kl_clamp)
+        if spec.use_bias_correction_kl:  # DeepSeek-V3.2 (arXiv 2512.02556): unbiased off policy
+            penalty = replace(penalty, value=view.ratio * penalty.value)
+        loss = spec.beta * penalty.value
+    if spec.positive_nll_coef != 0:  # VAPO, arXiv 2504.05118
+        positive = torch.where(view.advantages > 0, view.logps, 0.0)
+        loss = loss - spec.positive_nll_coef * positive
+    return loss, penalty
+
+
+def policy_term(view: TokenView, spec: LossSpec) -> Tensor:
+    """[n] the surrogate's loss times the importance weights."""
+    loss = spec.row.surrogate(view, spec)
+    if not isinstance(loss, Tensor) or loss.shape != view.logps.shape:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_type={spec.loss_type!r} must return one loss per token, "
+            f"{list(view.logps.shape)}, not {shape}"
+        )
+    if view.weight is not None and not spec.row.folds_weight:
+        loss = loss * view.weight
+    return loss
+
+
+def make_view(
+    logps: Tensor,
+    batch: TokenBatch,
+    spec: LossSpec,
+    entropy: Tensor | None,
+    weight: Tensor | None,
+) -> TokenView:
+    old = logps.detach() if batch.old is None else batch.old
+    if spec.bypass:  # an unknown log-prob of the sampler is a ratio of 1
+        old = torch.where(old.isnan(), logps.detach(), old)
+    log_ratio = LEVELS[spec.level](logps - old, batch.sequence, batch.lengths)
+    return TokenView(
+        logps=logps,
+        advantages=batch.advantages,
+        old=old,
+        log_ratio=log_ratio,
+        ratio=clamp_log_ratio(log_ratio, spec.log_ratio_clamp).exp(),
+        weight=weight,
+        entropy=entropy,
+        sequence=batch.sequence,
+        lengths=batch.lengths,
+    )
+
+
+def _active(view: TokenView, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
+    """[n] the tokens that off-policy sequence masking and the entropy quantile leave."""
+    masks: list[Tensor] = []
+    if spec.off_policy_mask_threshold is not None:
+        masks.append(_on_policy(view, batch, spec.off_policy_mask_threshold))
+    if spec.top_entropy_quantile < 1:
+        assert view.entropy is not None
+        entropy = view.entropy.detach()
+        masks.append(~(entropy < _quantile(entropy, 1 - spec.top_entropy_quantile)))
+    return torch.stack(masks).all(0) if masks else None
+
+
+def _on_policy(view: TokenView, batch: TokenBatch, threshold: float) -> Tensor:
+    """[n] A >= 0, or mean over the sequence of (sampler or old - logp) <= threshold.
+
+    Off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    if batch.sampler is None:
+        gap = view.old - view.logps.detach()
+    else:
+        gap = -corrections.log_ratio(view.logps, batch)
+    return ~((view.advantages < 0) & (view.sequence_mean(gap) > threshold))
+
+
+def _quantile(values: Tensor, q: float) -> Tensor:
+    """Linear interpolation between order statistics; torch.quantile stops at 2^24 values."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    ordered = values.sort().values
+    position = q * (values.numel() - 1)
+    below = min(int(position), values.numel() - 1)
+    above = min(below + 1, values.numel() - 1)
+    return torch.lerp(ordered[below], ordered[above], position - below)
+
+
+def _select(mask: Tensor | None, values: Tensor) -> Tensor:
+    return values if mask is None else torch.where(mask, values, 0.0)
