@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fused_grpo import compute_advantages, group_relative_advantages, multi_reward_advantages
-from fused_grpo.advantages import ESTIMATORS, weighted_sum
+from fused_grpo.advantages import weighted_sum
+from fused_grpo.estimators import ESTIMATORS
 
 NAN = float("nan")
 Rows = list[list[float]]

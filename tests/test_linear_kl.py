@@ -394,6 +394,25 @@ def test_loss(estimator: str, vocab: int, dtype: torch.dtype, packed: bool) -> N
     check(pack(case) if packed else case, chunk_bytes=SMALL)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_loss_at_a_real_vocabulary(estimator: str, packed: bool) -> None:
+    """Both heads and a support together, over several chunks."""
+    case = make_case(
+        vocab=50_257,
+        dim=16,
+        rows=3,
+        width=6,
+        dtype=torch.bfloat16,
+        beta=0.3,
+        support_top_p=0.9,
+        support_top_k=300,
+        **ESTIMATORS[estimator],
+    )
+    case = with_reference(case)
+    check(pack(case) if packed else case, chunk_bytes=4 << 20)
+
+
 HOW: dict[str, dict[str, Any]] = {
     "sequence": {"importance_sampling_level": "sequence"},
     "fresh": {"old": False},

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from fused_grpo.advantages import AGGREGATIONS, ESTIMATORS
+from fused_grpo.advantages import AGGREGATIONS
+from fused_grpo.estimators import ESTIMATORS
 from fused_grpo.kl import HEAD_KL
 from fused_grpo.trainer.loss_args import LossArguments, arg
 
