@@ -29,6 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def few(parameters: dict[str, Any]) -> bool:
+    """Interpreted kernels take long: one kind, in the dtype that a CPU needs not convert."""
+    return parameters["kind"] == "token" and parameters.get("dtype") != torch.bfloat16
+
+
 def batch(
     width: int = 128, dtype: torch.dtype = torch.float32, dim: int = H, **options: Any
 ) -> dict[str, Any]:
@@ -73,6 +78,7 @@ def gradient_bytes(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> int:
     return total
 
 
+@pytest.mark.both_backends(triton_if=lambda p: few(p) and not p["frozen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",)], ids=["none", "head", "trunk"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,6 +107,7 @@ def test_peak_at_a_real_vocabulary(kind: str, frozen: tuple[str, ...], dtype: to
     assert over <= 0, f"{over} bytes over"
 
 
+@pytest.mark.both_backends(triton_if=few)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_of_tokens_by_vocabulary(kind: str) -> None:
     call = batch(width=256, **KINDS[kind])
@@ -108,6 +115,7 @@ def test_no_tensor_of_tokens_by_vocabulary(kind: str) -> None:
     assert largest <= max(CHUNK, 4 * call["hidden"].numel(), 4 * call["weight"].numel())
 
 
+@pytest.mark.both_backends(triton_if=few)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_head_allocates_no_weight_gradient(kind: str, dtype: torch.dtype) -> None:
@@ -129,6 +137,7 @@ def test_frozen_trunk_allocates_no_hidden_gradient(kind: str) -> None:
     assert call["hidden"].grad is None
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("entropy", [False, True])
 def test_no_grad_logprobs_store_nothing_per_vocabulary_entry(entropy: bool) -> None:
     hidden, weight = torch.randn(1024, H), torch.randn(V, H)
@@ -182,6 +191,7 @@ def work(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> float:
     return counter.count / (call["completion_ids"].numel() * H * V)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("kind", ["token", "token_old", "kl", "entropy", "sequence"])
 def test_one_pass_over_the_head(kind: str) -> None:
     """Loss and both gradients in three products (6NHV): the logits are not recomputed."""
@@ -194,6 +204,7 @@ def test_one_pass_over_the_head(kind: str) -> None:
     assert work(call) == pytest.approx(3.0)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_a_frozen_side_skips_its_product(frozen: str) -> None:
     """4NHV with one gradient, for a LoRA model or a trained head alone; 2NHV without."""
@@ -204,6 +215,7 @@ def test_a_frozen_side_skips_its_product(frozen: str) -> None:
     assert counter.count == call["completion_ids"].numel() * H * V
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_masked_tokens_cost_nothing(level: str) -> None:
     """M2: only tokens that count are projected."""
@@ -214,6 +226,7 @@ def test_masked_tokens_cost_nothing(level: str) -> None:
     assert work(call | {"completion_mask": torch.zeros(4, 128)}) == 0.0
 
 
+@pytest.mark.both_backends(triton_if=lambda p: p["level"] == "token")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_tokens_that_cannot_learn_skip_the_backward(level: str) -> None:
     """Advantage 0 (a group of equal rewards) or clipped: the forward's product alone."""
@@ -230,6 +243,7 @@ def test_tokens_that_cannot_learn_skip_the_backward(level: str) -> None:
     assert work(call) <= 4.0
 
 
+@pytest.mark.both_backends
 def test_zero_coefficients_do_not_change_results() -> None:
     """Dropping such tokens from the backward is exact."""
     call = batch(width=64)
