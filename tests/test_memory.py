@@ -137,7 +137,6 @@ def test_frozen_trunk_allocates_no_hidden_gradient(kind: str) -> None:
     assert call["hidden"].grad is None
 
 
-@pytest.mark.both_backends
 @pytest.mark.parametrize("entropy", [False, True])
 def test_no_grad_logprobs_store_nothing_per_vocabulary_entry(entropy: bool) -> None:
     hidden, weight = torch.randn(1024, H), torch.randn(V, H)
