@@ -74,7 +74,7 @@ def head_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     passes = []
 
     def head_pass(*args: Any) -> Any:
-        passes.append(args)
+        passes.append(True)
         return triton_backend.head_pass(*args)
 
     def choose(asked: str, *_: Any) -> backends.Backend:

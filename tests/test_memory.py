@@ -54,6 +54,11 @@ HEAD_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def few(parameters: dict[str, Any]) -> bool:
+    """Interpreted kernels take long: one kind, in the dtype that a CPU needs not convert."""
+    return parameters["kind"] == "token" and parameters.get("dtype") != torch.bfloat16
+
+
 def batch(
     width: int = 128, dtype: torch.dtype = torch.float32, dim: int = H, **options: Any
 ) -> dict[str, Any]:
@@ -109,6 +114,7 @@ def gradient_bytes(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> int:
     return total
 
 
+@pytest.mark.both_backends(triton_if=lambda p: few(p) and not p["frozen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("hidden",)], ids=["none", "head", "trunk"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,6 +182,7 @@ def test_no_grad_head_features_store_nothing_per_token(kind: str) -> None:
     del out
 
 
+@pytest.mark.both_backends(triton_if=few)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_of_tokens_by_vocabulary(kind: str) -> None:
     call = batch(width=256, **KINDS[kind])
@@ -183,6 +190,7 @@ def test_no_tensor_of_tokens_by_vocabulary(kind: str) -> None:
     assert largest <= max(CHUNK, 4 * call["hidden"].numel(), 4 * call["weight"].numel())
 
 
+@pytest.mark.both_backends(triton_if=few)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_head_allocates_no_weight_gradient(kind: str, dtype: torch.dtype) -> None:
@@ -257,6 +265,7 @@ def work(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> float:
     return counter.count / (call["completion_ids"].numel() * H * V)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("kind", ["token", "token_old", "kl", "entropy", "sequence"])
 def test_one_pass_over_the_head(kind: str) -> None:
     """Loss and both gradients in three products (6NHV): the logits are not recomputed."""
@@ -292,6 +301,7 @@ def test_a_second_pass_reads_the_reference_only_for_its_divergence(kind: str) ->
     assert work(call) == pytest.approx(5.0 if kind == "ref_head_old" else 6.0)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_a_frozen_side_skips_its_product(frozen: str) -> None:
     """4NHV with one gradient, for a LoRA model or a trained head alone; 2NHV without."""
@@ -302,6 +312,7 @@ def test_a_frozen_side_skips_its_product(frozen: str) -> None:
     assert counter.count == call["completion_ids"].numel() * H * V
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_masked_tokens_cost_nothing(level: str) -> None:
     """M2: only tokens that count are projected."""
@@ -312,6 +323,7 @@ def test_masked_tokens_cost_nothing(level: str) -> None:
     assert work(call | {"completion_mask": torch.zeros(4, 128)}) == 0.0
 
 
+@pytest.mark.both_backends(triton_if=lambda p: p["level"] == "token")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_tokens_that_cannot_learn_skip_the_backward(level: str) -> None:
     """Advantage 0 (a group of equal rewards) or clipped: the forward's product alone."""
@@ -328,6 +340,7 @@ def test_tokens_that_cannot_learn_skip_the_backward(level: str) -> None:
     assert work(call) <= 4.0
 
 
+@pytest.mark.both_backends
 def test_zero_coefficients_do_not_change_results() -> None:
     """Dropping such tokens from the backward is exact."""
     call = batch(width=64)
