@@ -123,7 +123,7 @@ def gmpo(b: Batch, level: str) -> Tensor:
     high = b.option("epsilon_high", low)
     d = torch.where((a > 0) & (d > high), torch.full_like(d, high), d)
     d = torch.where((a < 0) & (d < -low), torch.full_like(d, -low), d)
-    return -a * torch.exp(b.total(d) / b.count)
+    return -a * torch.exp(b.clamp(b.total(d) / b.count))
 
 
 def reinforce(b: Batch, level: str) -> Tensor:

@@ -14,6 +14,7 @@ from objective_cases import drop_unused, sampler_logps
 from fused_grpo import LossSpec, grpo_loss, policy_loss
 from fused_grpo.kl import HEAD_KL
 from fused_grpo.objectives import LOSS_TYPES
+from fused_grpo.objectives.options import LossOptions
 from fused_grpo.support import SupportOptions
 
 # option -> (a value that is not the default, options without which it cannot act)
@@ -173,7 +174,7 @@ def test_flipping_any_option_changes_the_loss_or_raises() -> None:
     Where an option is made to act it must change the loss; with every other objective it must
     change the loss or be refused.
     """
-    assert set(FLIPS) == {f.name for f in fields(LossSpec)}
+    assert set(FLIPS) == {f.name for f in fields(LossSpec)} == set(LossOptions.__annotations__)
     for option, (value, setting) in FLIPS.items():
         assert outcome(setting, option, value) == "changed", option
     fixed = ("loss_type", "max_completion_length")

@@ -601,3 +601,19 @@ def test_verl_statistics(data: Data) -> None:
     for ours, theirs in names.items():
         # its means have 1e-8 beside their divisor
         assert float(got[ours]) == pytest.approx(want[theirs], rel=1e-7, abs=1e-8), ours
+
+
+def test_delta_below_the_clip_keeps_its_gradient() -> None:
+    """Difference, from reading: between delta and 1 + epsilon_high Liger's Triton loss gives a bad
+    token no gradient, although its value is rho |A| there; here, as in TRL, it is -A rho."""
+    logps = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    out = policy_loss(
+        logps,
+        torch.tensor([-1.0], dtype=torch.float64),
+        old_per_token_logps=logps.detach() - torch.tensor(1.15).double().log(),
+        delta=1.1,
+        epsilon_high=0.4,
+    )
+    out.loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(1.15)
+    assert float(logps.grad) == pytest.approx(1.15)

@@ -96,7 +96,7 @@ LOSS_TYPES: dict[str, LossType] = {
         surrogates.gmpo,
         "sequence_mean",
         locality="sequence",
-        takes=_EPSILONS - _RATIO,
+        takes=_EPSILONS,
         clipped=surrogates.outside_log_clip,
     ),
     "reinforce": LossType(surrogates.reinforce, "token_mean", uses_old=False),

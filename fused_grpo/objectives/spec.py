@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +13,7 @@ from fused_grpo.batch import TokenBatch
 from fused_grpo.checks import check_choice, check_number
 from fused_grpo.corrections import CORRECTIONS, check_rejection
 from fused_grpo.kl import ESTIMATORS, HEAD_KL
+from fused_grpo.objectives.ranges import OF_OBJECTIVES, ORDERED, RANGES
 from fused_grpo.objectives.registry import LossType, loss_type_row
 from fused_grpo.ratios import LEVELS
 
@@ -86,13 +86,13 @@ class LossSpec:
                 check_number(name, value, holds, must)
         check_rejection(self.rejection)
         self._check_head_kl()
-        self._check_applies(row)
+        self._check_applies(row, self._changed())
         self._check_pairs()
         check_divisors(self.scheme, self._reduction, self._given_divisors())
 
-    def _check_applies(self, row: LossType) -> None:
+    def _check_applies(self, row: LossType, changed: frozenset[str]) -> None:
         """ValueError for an option that would have no effect."""
-        for name in sorted(_OF_OBJECTIVES & self._changed() - row.takes):
+        for name in sorted(OF_OBJECTIVES & changed - row.takes):
             if name == "log_ratio_clamp" and self._takes_exp:
                 continue
             fits = ", ".join(sorted(row.takes)) or "none"
@@ -104,7 +104,7 @@ class LossSpec:
             if getattr(self, name) is None:
                 raise ValueError(f"loss_type={self.loss_type!r} needs {name}")
         for name, (holds, needed) in REQUIRES.items():
-            if name in self._changed() and not holds(self):
+            if name in changed and not holds(self):
                 raise ValueError(f"{name}={getattr(self, name)} needs {needed}")
 
     def _check_pairs(self) -> None:
@@ -119,7 +119,7 @@ class LossSpec:
                 f"sampling_correction={self.sampling_correction!r}: loss_type={self.loss_type!r} "
                 "multiplies the ratios of a sequence's tokens; use token_truncate or token_mask"
             )
-        for low_name, high_name in _ORDERED:
+        for low_name, high_name in ORDERED:
             low, high = self.option(low_name), self.option(high_name)
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"{low_name}={low} must be below {high_name}={high}")
@@ -138,6 +138,7 @@ class LossSpec:
                 )
 
     def _changed(self) -> frozenset[str]:
+        """The options that are not at their defaults."""
         return frozenset(
             f.name
             for f in fields(self)
@@ -235,68 +236,8 @@ class LossSpec:
         return batch.select(self.scheme.weights(batch, divisors))
 
 
-def _between(low: float, high: float) -> Callable[[float], bool]:
-    return lambda x: low <= x <= high
-
-
-def _positive(x: float) -> bool:
-    return 0 < x < math.inf
-
-
-# option -> what it must be; None is allowed where it is the default, or means "off"
-RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "epsilon_low": (lambda x: 0 <= x < 1, "in [0, 1)"),
-    "epsilon_high": (lambda x: x >= 0, ">= 0: the bound is 1 + epsilon_high"),
-    "delta": (lambda x: x > 1, "> 1: it bounds the ratio itself"),
-    "dual_clip": (lambda x: x > 1, "> 1: it bounds the ratio itself"),
-    "beta": (lambda x: x >= 0 and math.isfinite(x), ">= 0"),
-    "entropy_coef": (math.isfinite, "finite"),
-    "log_ratio_clamp": (lambda x: x > 0, "> 0, or None"),
-    "ratio_min": (_between(0, 1), "in [0, 1]: it bounds the ratio itself, which starts at 1"),
-    "ratio_max": (
-        lambda x: x >= 1,
-        ">= 1: it bounds the ratio itself, which starts at 1, and would clip every token",
-    ),
-    "sapo_temperature_pos": (_positive, "> 0"),
-    "sapo_temperature_neg": (_positive, "> 0"),
-    "vespo_k_pos": (_positive, "> 0"),
-    "vespo_lambda_pos": (_positive, "> 0"),
-    "vespo_k_neg": (_positive, "> 0"),
-    "vespo_lambda_neg": (_positive, "> 0"),
-    "divergence_low": (lambda x: x >= 0, ">= 0"),
-    "divergence_high": (lambda x: x >= 0, ">= 0"),
-    "log_ratio_penalty": (_positive, "> 0"),
-    "cov_ratio": (lambda x: 0 < x <= 1, "in (0, 1]"),
-    "cov_low": (math.isfinite, "finite"),
-    "cov_high": (math.isfinite, "finite"),
-    "cov_coef": (_positive, "> 0"),
-    "cov_seed": (lambda x: isinstance(x, int), "an integer"),
-    "positive_nll_coef": (lambda x: 0 <= x < math.inf, ">= 0"),
-    "off_policy_mask_threshold": (math.isfinite, "finite, or None"),
-    "top_entropy_quantile": (lambda x: 0 < x <= 1, "in (0, 1]: the share of tokens kept"),
-    "kl_top_k": (lambda k: k >= 1 and k == int(k), "an integer >= 1"),
-    "kl_clamp": (lambda x: x > 0, "> 0, or None"),
-    "sampling_ratio_min": (lambda x: x >= 0, ">= 0, or None"),
-    "sampling_ratio_max": (lambda x: x >= 1, ">= 1: the ratio of equal policies is 1"),
-    "veto_ratio_min": (lambda x: 0 < x < 1, "in (0, 1), or None"),
-    "veto_ratio_max": (lambda x: x > 1, "> 1, or None"),
-}
-
-# options that only some objectives take: those in no row raise when set
-_OF_OBJECTIVES = frozenset(
-    {"importance_sampling_level", "epsilon_low", "epsilon_high", "delta", "dual_clip"}
-    | {"log_ratio_clamp", "ratio_min", "ratio_max", "log_ratio_penalty"}
-    | {"sapo_temperature_pos", "sapo_temperature_neg"}
-    | {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}
-    | {"divergence_low", "divergence_high"}
-    | {"cov_ratio", "cov_low", "cov_high", "cov_coef", "cov_seed"}
-)
 _NEVER_NONE = frozenset(
     f.name for f in fields(LossSpec) if f.default is not None and f.name != "log_ratio_clamp"
-)
-_ORDERED = (
-    ("cov_low", "cov_high"),
-    ("sampling_ratio_min", "sampling_ratio_max"),
 )
 
 

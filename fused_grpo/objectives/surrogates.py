@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.objectives.view import TokenView
+from fused_grpo.ratios import clamp_log_ratio
 
 if TYPE_CHECKING:
     from fused_grpo.objectives.spec import LossSpec
@@ -82,7 +83,8 @@ def gmpo(t: TokenView, spec: LossSpec) -> Tensor:
     one_sided = torch.where(
         gains, torch.minimum(t.log_ratio, clamped), torch.maximum(t.log_ratio, clamped)
     )
-    return -t.advantages * t.sequence_mean(one_sided).exp()
+    mean = clamp_log_ratio(t.sequence_mean(one_sided), spec.log_ratio_clamp)
+    return -t.advantages * mean.exp()
 
 
 def reinforce(t: TokenView, spec: LossSpec) -> Tensor:

@@ -143,7 +143,7 @@ def loss_of(
             completion_mask=batch.completion_mask,
             old_per_token_logps=batch.old_logps if spec.uses_old else None,
             ref_per_token_logps=batch.ref_logps,
-            sampling_per_token_logps=batch.sampling_logps,
+            sampling_per_token_logps=batch.sampling_logps if spec.needs_sampler else None,
             entropy=True,
             temperature=args.temperature,
             **batch.reference_head(),
