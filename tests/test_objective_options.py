@@ -89,7 +89,15 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "support_ids": {},
 }
 # layout, reporting and execution, which other modules test
-NEUTRAL = {"cu_seqlens", "entropy", "reduction", "backend", "check_inputs", "chunk_bytes"}
+NEUTRAL = {
+    "cu_seqlens",
+    "entropy",
+    "reduction",
+    "backend",
+    "check_inputs",
+    "chunk_bytes",
+    "compact",
+}
 NEUTRAL |= {"hidden", "weight", "completion_ids", "advantages", "options"}
 
 
