@@ -1,8 +1,15 @@
 """The GRPO loss fused with the language-model head."""
 
-from fused_grpo.advantages import group_relative_advantages, zero_variance_fraction
+from fused_grpo.advantages import (
+    compute_advantages,
+    group_relative_advantages,
+    multi_reward_advantages,
+    zero_variance_fraction,
+)
 from fused_grpo.aggregation import token_weights
 from fused_grpo.corrections import sampling_statistics
+from fused_grpo.linear_kl import linear_kl
+from fused_grpo.linear_support import linear_support
 from fused_grpo.loss import (
     GRPOLoss,
     GRPOLossOutput,
@@ -21,9 +28,13 @@ __all__ = [
     "LinearLogprobs",
     "LossSpec",
     "TokenView",
+    "compute_advantages",
     "group_relative_advantages",
     "grpo_loss",
+    "linear_kl",
     "linear_logprobs",
+    "linear_support",
+    "multi_reward_advantages",
     "policy_loss",
     "register_objective",
     "sampling_statistics",

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """fp64 for what is small and should be exact, on the devices that have it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
 def check_tensor(
     name: str, value: object, device: torch.device | None, floating: bool | None
 ) -> None:
@@ -47,43 +52,50 @@ def check_head(
     logit_scale: float,
     softcap: float | None,
     chunk_bytes: int,
+    prefix: str = "",
 ) -> None:
     """hidden [..., H], weight [V, H], bias [V] fit together; the head's numbers are in range."""
-    check_tensor("hidden", hidden, None, floating=True)
-    check_tensor("weight", weight, hidden.device, floating=True)
+    check_tensor(f"{prefix}hidden", hidden, None, floating=True)
+    check_tensor(f"{prefix}weight", weight, hidden.device, floating=True)
     if type(weight).__name__ == "DTensor" or type(hidden).__name__ == "DTensor":
         raise ValueError(
-            "hidden and weight must be plain tensors, not DTensors: pass weight.full_tensor(), or "
+            f"{prefix}hidden and {prefix}weight must be plain tensors, not DTensors: "
+            "pass weight.full_tensor(), or "
             "call the loss inside the module's forward, where FSDP has gathered the weight"
         )
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
-            f"weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a shard "
-            "of FSDP or ZeRO-3: gather it first"
+            f"{prefix}weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a "
+            "shard of FSDP or ZeRO-3: gather it first"
         )
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = ""
         if hidden.dim() and hidden.shape[-1] == weight.shape[0]:
             hint = "; these look like logits: give the hidden states before the head"
         raise ValueError(
-            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} differ in their last "
-            f"dimension{hint}"
+            f"{prefix}hidden {list(hidden.shape)} and {prefix}weight {list(weight.shape)} differ "
+            f"in their last dimension{hint}"
         )
     if bias is not None:
-        check_tensor("bias", bias, hidden.device, floating=True)
+        check_tensor(f"{prefix}bias", bias, hidden.device, floating=True)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
-                f"bias has shape {list(bias.shape)}, weight {list(weight.shape)}: "
+                f"{prefix}bias has shape {list(bias.shape)}, {prefix}weight {list(weight.shape)}: "
                 f"it must be [{weight.shape[0]}]"
             )
-    check_number("logit_scale", logit_scale, math.isfinite, "finite")
+    check_number(f"{prefix}logit_scale", logit_scale, math.isfinite, "finite")
     if softcap is not None:
-        check_number("softcap", softcap, lambda c: 0 < c < math.inf, "> 0, or None")
+        check_number(f"{prefix}softcap", softcap, lambda c: 0 < c < math.inf, "> 0, or None")
     check_number("chunk_bytes", chunk_bytes, lambda b: b >= 1, ">= 1")
 
 
 def check_targets(
-    name: str, target: Tensor, temperature: Tensor | float, vocab: int, check: bool | None
+    name: str,
+    target: Tensor,
+    temperature: Tensor | float,
+    vocab: int,
+    check: bool | None,
+    of: str = "temperature",
 ) -> tuple[Tensor, Tensor | float]:
     """Counted targets [n] in [0, vocab) and temperatures [n] > 0, or ValueError.
 
@@ -95,7 +107,7 @@ def check_targets(
     if isinstance(temperature, Tensor):
         bad_temperature = ~(temperature > 0)
     else:
-        check_number("temperature", temperature, lambda t: 0 < t < math.inf, "> 0")
+        check_number(of, temperature, lambda t: 0 < t < math.inf, "> 0")
         bad_temperature = torch.zeros_like(bad)
     if check is None:
         check = target.device.type == "cpu"
@@ -108,5 +120,5 @@ def check_targets(
             f"it must be in [0, {vocab})"
         )
     if bad_temperature.any():
-        raise ValueError("temperature holds a value that is not > 0 at a token that counts")
+        raise ValueError(f"{of} holds a value that is not > 0 at a token that counts")
     return target, temperature

@@ -89,6 +89,8 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
     parser = HfArgumentParser(config_class, prog="fused-grpo train")
     given = {field: vars(options)[field] for _, field, _, _ in FIELDS if field in vars(options)}
     defaults = TINY_DEFAULTS if options.model == "tiny" else DEFAULTS
+    if any(word.startswith("--advantage_estimator") for word in rest):  # it has its own scale
+        defaults = {k: v for k, v in defaults.items() if k != "scale_rewards"}
     parser.set_defaults(**{**defaults, **extra, **given})
     if options.help_all:
         parser.print_help()

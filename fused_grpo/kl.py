@@ -50,13 +50,17 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
+# divergences that the head sums over the vocabulary, given the reference's hidden states and weight
+HEAD_KL = ("full", "top_k")
+
+
 @dataclass(frozen=True)
 class Penalty:
-    """[n] the estimate as it enters the loss, and which of its clamps were met."""
+    """[n] the KL as it enters the loss, and which clamps of an estimate were met."""
 
     value: Tensor
-    input_clamped: Tensor
-    value_clamped: Tensor
+    input_clamped: Tensor | None = None
+    value_clamped: Tensor | None = None
 
 
 def kl_penalty(d: Tensor, estimator: str, limit: float | None, clamp: float | None) -> Penalty:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,22 +12,25 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from fused_grpo.batch import TokenBatch, make_batch
-from fused_grpo.checks import check_choice, check_head, check_targets, check_tensor
-from fused_grpo.chunked import Needs, head_pass
+from fused_grpo.calls import SAME, make_call, token_values
+from fused_grpo.checks import check_choice, check_head, check_tensor
 from fused_grpo.corrections import prepare
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.objectives import LossSpec, Objective, metrics, token_terms
-from fused_grpo.objectives.inputs import check_tensors, entropy_option
+from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
 from fused_grpo.objectives.options import LossOptions
-from fused_grpo.ops import FusedLossFunction, HeadCall, LogprobsFunction
+from fused_grpo.ops import FusedLossFunction
+from fused_grpo.passes import TokenValues
 from fused_grpo.reference import (
     REFERENCE_LOSSES,
     ReferenceOutput,
     reference_logprobs,
     reference_loss,
     reference_policy_loss,
+    reference_support_of,
     token_losses,
 )
+from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 
 BACKENDS = ("auto", "chunked", "reference")
@@ -35,10 +38,16 @@ BACKENDS = ("auto", "chunked", "reference")
 
 @dataclass
 class LinearLogprobs:
-    """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs."""
+    """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs.
+
+    With a sampling support also the number of entries that are kept, and whether the target is
+    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`.
+    """
 
     logps: Tensor
     entropy: Tensor | None = None
+    support_size: Tensor | None = None
+    target_outside: Tensor | None = None
 
 
 @dataclass
@@ -60,6 +69,10 @@ class GRPOLossOutput:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
+class GRPOOptions(LossOptions, SupportOptions, total=False):
+    """Options of `grpo_loss` beside its tensors and the head's."""
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -74,6 +87,7 @@ def linear_logprobs(
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    **support: Unpack[SupportOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
 
@@ -99,6 +113,10 @@ def linear_logprobs(
             check would make a GPU wait; there, without it, such a token's results are NaN.
         chunk_bytes: bound of the extra memory, gradients and one fp32 copy of a half-precision
             weight's gradient aside (see `memory.plan_chunks`).
+        support: `support_top_k`, `support_top_p`, `support_min_p`, `support_min_logp`,
+            `support_min_logit`, `support_ids`: normalise over the entries that a sampler could have
+            drawn, see `support.SupportOptions`. The support is a constant; a target outside of it
+            counts as kept.
 
     Returns:
         fp32 results (fp64 for fp64 inputs), from fp32 logits with fp32 accumulators whatever the
@@ -115,34 +133,48 @@ def linear_logprobs(
             f"targets has shape {list(targets.shape)}, hidden {list(hidden.shape)}: "
             "the leading dimensions must be the same"
         )
+    support_options = _known(support, SupportOptions.__annotations__)
     flat = targets.reshape(-1)
     index = (flat != ignore_index).nonzero().squeeze(1)
-    given_temperature = temperature
-    temperature = _temperature(temperature, targets.shape, index, hidden.device)
-    target, temperature = check_targets(
-        "targets", flat[index].long(), temperature, weight.shape[0], check_inputs
+    call = make_call(
+        "targets",
+        flat[index].long(),
+        index,
+        targets.shape,
+        hidden,
+        weight,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+        check=check_inputs,
+        support=support_options,
     )
     if backend == "reference":
-        return LinearLogprobs(
-            *reference_logprobs(
-                hidden,
-                weight,
-                targets,
-                bias=bias,
-                temperature=given_temperature,
-                logit_scale=logit_scale,
-                softcap=softcap,
-                entropy=entropy,
-                ignore_index=ignore_index,
-            )
-        )
-    call = HeadCall(index, target, temperature, logit_scale, softcap, chunk_bytes)
-    logps, h = _logprobs(hidden, weight, bias, call, entropy)
+        head: dict[str, Any] = {
+            "bias": bias,
+            "temperature": temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "ignore_index": ignore_index,
+            **support_options,
+        }
+        logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
+        if call.support is None:
+            return LinearLogprobs(logps, h)
+        return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
+    values = token_values(hidden, weight, bias, call, entropy)
 
-    def to_layout(values: Tensor) -> Tensor:
-        return values.new_zeros(flat.shape).index_copy(0, index, values).view(targets.shape)
+    def to_layout(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        return x.new_zeros(flat.shape).index_copy(0, index, x).view(targets.shape)
 
-    return LinearLogprobs(to_layout(logps), None if h is None else to_layout(h))
+    out, *others = map(
+        to_layout, (values.logps, values.entropy, values.support_size, values.outside)
+    )
+    assert out is not None
+    return LinearLogprobs(out, *others)
 
 
 def grpo_loss(
@@ -163,12 +195,18 @@ def grpo_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    ref_temperature: float | Tensor | None = None,
+    ref_logit_scale: float | None = None,
+    ref_softcap: float | str | None = SAME,
     entropy: bool = False,
     reduction: str = "sum",
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    **options: Unpack[LossOptions],
+    **options: Unpack[GRPOOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
 
@@ -192,7 +230,12 @@ def grpo_loss(
             everything. Whatever stands at other positions, NaN included, has no effect.
         old_per_token_logps: log-probs of the policy that sampled. None: this policy, detached:
             every ratio is 1 and the gradient is that of the live ratio.
-        ref_per_token_logps: log-probs of the reference policy, needed if beta > 0.
+        ref_per_token_logps: log-probs of the reference policy, needed if beta > 0, or ref_hidden.
+        ref_hidden, ref_weight, ref_bias: the reference's hidden states [..., H_r] at the same
+            positions and its head [V, H_r], [V], from which its log-probabilities are computed in
+            the same pass (2 N H_r V more); constants.
+        ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
+            policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
         bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes: as in
             `linear_logprobs`.
@@ -232,7 +275,10 @@ def grpo_loss(
             and entropy bonus (arXiv 2506.01939).
         beta: coefficient of the KL to the reference.
         kl_estimator: "k1", "k2", "k3", "abs"; "k1+", "k3+", "abs+" with the gradient of k2;
-            "k1_score", "k2_score", "k3_score" times exp(logp - sg logp).
+            "k1_score", "k2_score", "k3_score" times exp(logp - sg logp). With ref_hidden also
+            "full", the divergence KL(pi || reference) over the whole vocabulary, and "top_k", that
+            over the `kl_top_k` likeliest entries of the policy and the rest taken together (a lower
+            bound, see `divergence.TopEntries`); both exact in value and gradient.
         kl_clamp: the estimate is clamped to +- this, with gradient 0 beyond. None: as it is.
         use_bias_correction_kl: multiply it by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
@@ -249,6 +295,10 @@ def grpo_loss(
             "k2" or "k3", as in {"seq_mean_k3": 0.01}. All must hold for a token to count. For k1
             a bound u or pair (l, u) is of the ratio sampler / old.
         veto_ratio_min, veto_ratio_max: one token outside rejects its sequence.
+        support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
+            support_ids: normalise policy and reference over the entries that the sampler could
+            have drawn (see `support.SupportOptions`). Log-probabilities that are given (old_...,
+            ref_...) must be over the same entries. A target outside counts as kept.
 
     Returns:
         GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with A < 0 below the objective's
@@ -259,13 +309,25 @@ def grpo_loss(
         backward; only where this call forms gradients); "kl" (the term as it enters the loss),
         "kl/log_ratio_clamped", "kl/clamped" (shares), "entropy", "policy_mask/dropped" (share) and
         "sampling/..." (`corrections.statistics`, "importance_ratio/mean|min|max",
-        "effective_sample_size", "rejected") where there are any.
+        "effective_sample_size", "rejected") where there are any; with a support "support/size"
+        (mean number of entries kept) and "support/target_outside" (share of the tokens outside of
+        their own support).
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits. With everything
             masked nothing is raised: the loss is 0 and the gradients are zeros.
     """
-    spec = _spec(options)
+    support, loss_options = _split(options)
+    spec = _spec(loss_options)
+    reference: dict[str, Any] = {
+        "ref_hidden": ref_hidden,
+        "ref_weight": ref_weight,
+        "ref_bias": ref_bias,
+        "ref_temperature": ref_temperature,
+        "ref_logit_scale": ref_logit_scale,
+        "ref_softcap": ref_softcap,
+    }
+    check_reference(spec, _given({"ref_per_token_logps": ref_per_token_logps} | reference))
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
@@ -295,10 +357,22 @@ def grpo_loss(
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
     )
-    given_temperature = temperature
-    temperature = _temperature(temperature, completion_ids.shape, batch.index, hidden.device)
-    target, temperature = check_targets(
-        "completion_ids", batch.target, temperature, weight.shape[0], check_inputs
+    call = make_call(
+        "completion_ids",
+        batch.target,
+        batch.index,
+        completion_ids.shape,
+        hidden,
+        weight,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+        check=check_inputs,
+        support=support,
+        reference=None
+        if ref_hidden is None
+        else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
     )
     entropy = entropy or spec.needs_entropy
     if backend == "reference":
@@ -306,21 +380,24 @@ def grpo_loss(
             spec,
             batch,
             (hidden, weight, completion_ids, advantages),
-            {"bias": bias, "temperature": given_temperature, "logit_scale": logit_scale}
-            | {"softcap": softcap, "entropy": entropy},
+            {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
+            | {"softcap": softcap, "entropy": entropy, **support},
             tensors | {"completion_mask": completion_mask, "cu_seqlens": cu_seqlens},
-            options,
+            _given(reference),
+            loss_options,
             reduction,
         )
-    call = HeadCall(batch.index, target, temperature, logit_scale, softcap, chunk_bytes)
+    if ref_hidden is not None and not spec.head_kl:  # filled by the head as it goes
+        batch = replace(batch, ref=torch.zeros_like(batch.advantages))
     if reduction == "none" or not torch.is_grad_enabled():
-        logps, h = _logprobs(hidden, weight, bias, call, entropy)
-        return _from_logps(logps, h, batch, spec, reduction)
+        values = token_values(hidden, weight, bias, call, entropy)
+        return _from_values(values, batch, spec, reduction)
     objective = Objective(spec, batch)
-    loss, per_token, logps, h, g = FusedLossFunction.apply(
+    loss, per_token, g, *found = FusedLossFunction.apply(
         hidden, weight, bias, call, objective, entropy
     )
-    return _output(loss, per_token, logps, h, batch, objective.metrics(logps, h, g))
+    values = TokenValues(*found)
+    return _output(loss, per_token, values, batch, objective.metrics(values, g))
 
 
 class GRPOLoss(nn.Module):
@@ -333,7 +410,8 @@ class GRPOLoss(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         known = set(inspect.signature(grpo_loss).parameters) - {"options"}
-        _spec({k: v for k, v in options.items() if k not in known})
+        _, loss_options = _split({k: v for k, v in options.items() if k not in known})
+        _spec(loss_options)
         self.options = options
 
     def forward(
@@ -379,6 +457,7 @@ def policy_loss(
         TypeError, ValueError: as `grpo_loss`.
     """
     spec = _spec(options)
+    check_reference(spec, _given({"ref_per_token_logps": ref_per_token_logps}))
     check_choice("reduction", reduction, ("sum", "none"))
     check_tensor("per_token_logps", per_token_logps, None, floating=True)
     if spec.needs_entropy and entropies is None:
@@ -410,15 +489,31 @@ def policy_loss(
     )
     logps = per_token_logps.reshape(-1)[batch.index].to(dtype)
     h = None if entropies is None else entropies.reshape(-1)[batch.index].to(dtype)
-    return _from_logps(logps, h, batch, spec, reduction)
+    return _from_values(TokenValues(logps, h), batch, spec, reduction)
+
+
+def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    for name in options:
+        if name not in names:
+            raise TypeError(f"unknown option {name!r}; there are {', '.join(names)}")
+    return dict(options)
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(options of the support, options of the loss)."""
+    of_support = SupportOptions.__annotations__
+    support = {k: v for k, v in options.items() if k in of_support}
+    return support, {k: v for k, v in options.items() if k not in of_support}
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a reference that are set."""
+    unset = (None, SAME)
+    return {k: v for k, v in options.items() if isinstance(v, Tensor) or v not in unset}
 
 
 def _spec(options: Mapping[str, Any]) -> LossSpec:
-    known = [f.name for f in fields(LossSpec)]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"unknown option {name!r}; the loss knows {', '.join(known)}")
-    return LossSpec(**options)
+    return LossSpec(**_known(options, [f.name for f in fields(LossSpec)]))
 
 
 def _batch(
@@ -442,48 +537,19 @@ def _batch(
     return prepare(make_batch(tokens, advantages, **tensors, **layout), spec)
 
 
-def _temperature(
-    temperature: float | Tensor, shape: torch.Size, index: Tensor, device: torch.device
-) -> float | Tensor:
-    if not isinstance(temperature, Tensor):
-        return temperature
-    check_tensor("temperature", temperature, device, floating=True)
-    if temperature.shape != shape:
-        raise ValueError(
-            f"temperature has shape {list(temperature.shape)}: give a number, or one per token "
-            f"{list(shape)}"
-        )
-    return temperature.detach().reshape(-1)[index]
-
-
-def _logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    call: HeadCall,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """[n] log-probabilities and entropies of the counted tokens, differentiable."""
-    if hidden.dim() not in (2, 3):
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-    if torch.is_grad_enabled():
-        return LogprobsFunction.apply(hidden, weight, bias, call, entropy)
-    tokens, head = call.bind(hidden, weight, bias)
-    result = head_pass(tokens, head, Needs(entropy=entropy), None, call.chunk_bytes)
-    return result.logps, result.entropy
-
-
-def _from_logps(
-    logps: Tensor, entropy: Tensor | None, batch: TokenBatch, spec: LossSpec, reduction: str
+def _from_values(
+    values: TokenValues, batch: TokenBatch, spec: LossSpec, reduction: str
 ) -> GRPOLossOutput:
     """The loss by ordinary autograd from log-probabilities [n]."""
-    per_token = token_terms(logps, batch, spec, entropy if spec.needs_entropy else None).loss
+    if values.ref_logps is not None and batch.ref is not None:
+        batch = replace(batch, ref=values.ref_logps)
+    entropy = values.entropy if spec.needs_entropy else None
+    per_token = token_terms(values.logps, batch, spec, entropy, values.kl).loss
     if reduction == "none":
         loss = batch.to_layout(per_token)
     else:
         loss = (per_token * spec.token_weights(batch)).sum()
-    logged = metrics(logps.detach(), entropy, None, batch, spec)
-    out = _output(loss, per_token.detach(), logps.detach(), entropy, batch, logged)
+    out = _output(loss, per_token.detach(), values, batch, metrics(values, None, batch, spec))
     return replace(out, per_token_loss=loss) if reduction == "none" else out
 
 
@@ -493,25 +559,39 @@ def _reference(
     positional: tuple[Tensor, Tensor, Tensor, Tensor],
     head: dict[str, Any],
     tensors: dict[str, Any],
+    reference: dict[str, Any],
     options: Mapping[str, Any],
     reduction: str,
 ) -> GRPOLossOutput:
     """Full logits: `reference_loss`, or for what it does not know its log-probs alone."""
-    known = set(inspect.signature(reference_policy_loss).parameters)
-    known |= set(inspect.signature(token_losses).parameters)
+    known: set[str] = set()
+    for function in (reference_policy_loss, token_losses, reference_loss):
+        known |= set(inspect.signature(function).parameters)
     extra = {name for name, value in tensors.items() if value is not None} - known
     known_level = spec.level in ("token", "sequence")
-    if spec.loss_type in REFERENCE_LOSSES and known_level and not extra | (set(options) - known):
+    known_kl = spec.kl_estimator == "k3" or spec.head_kl
+    covered = spec.loss_type in REFERENCE_LOSSES and known_level and known_kl
+    if covered and not extra | (set(options) - known):
         given = {name: value for name, value in tensors.items() if name in known}
         call: Any = reference_loss
-        return _from_reference(call(*positional, **head, **given, **options), reduction)
+        if reference:
+            given.pop("ref_per_token_logps")
+        return _from_reference(
+            call(*positional, **head, **given, **reference, **options), reduction
+        )
     hidden, weight, ids, _ = positional
     counted = batch.to_layout(torch.ones_like(batch.advantages)).bool()
-    logps, h = reference_logprobs(
+    if reference:
+        raise ValueError(
+            f"backend='reference' knows {', '.join(reference)} only with the losses "
+            f"{', '.join(REFERENCE_LOSSES)} and their own options"
+        )
+    logps, h, *_ = reference_logprobs(
         hidden.reshape(*ids.shape, -1), weight, ids.long().masked_fill(~counted, -100), **head
     )
     flat = None if h is None else h.reshape(-1)[batch.index]
-    return _from_logps(logps.reshape(-1)[batch.index], flat, batch, spec, reduction)
+    values = TokenValues(logps.reshape(-1)[batch.index], flat)
+    return _from_values(values, batch, spec, reduction)
 
 
 def _from_reference(out: ReferenceOutput, reduction: str) -> GRPOLossOutput:
@@ -528,15 +608,15 @@ def _from_reference(out: ReferenceOutput, reduction: str) -> GRPOLossOutput:
 def _output(
     loss: Tensor,
     per_token: Tensor,
-    logps: Tensor,
-    entropy: Tensor | None,
+    values: TokenValues,
     batch: TokenBatch,
     logged: dict[str, Tensor],
 ) -> GRPOLossOutput:
+    entropy = values.entropy
     return GRPOLossOutput(
         loss=loss,
         per_token_loss=batch.to_layout(per_token),
-        per_token_logps=batch.to_layout(logps),
+        per_token_logps=batch.to_layout(values.logps.detach()),
         entropy=None if entropy is None else batch.to_layout(entropy.detach()),
         metrics=logged,
     )

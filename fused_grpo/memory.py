@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 DEFAULT_CHUNK_BYTES = 100 * 2**20
@@ -13,7 +14,12 @@ BLOCK_BYTES = 2**20
 # Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
 # products, which sum bf16 operands in bf16.
 _MIN_TILE, _MAX_TILE = 64, 4096
-_FORWARD_TOKENS = 1024  # without gradients nothing is gained by more
+_FORWARD_TOKENS = 512  # without gradients nothing is gained by more
+_VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
+
+
+def slices(size: int, tile: int) -> Iterator[slice]:
+    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
 
 
 class ChunkPlan(NamedTuple):
@@ -23,8 +29,32 @@ class ChunkPlan(NamedTuple):
     tile: int
 
 
+class Extra(NamedTuple):
+    """What a pass has beside the policy's whole distribution; see `chunk_bytes_used`."""
+
+    ref_width: int = 0  # H_r of a reference head
+    top_k: int = 0  # entries of a top-k divergence
+    ids: int = 0  # K of support_ids
+    cutoff: bool = False  # a support that is found in all logits of a token
+    support: bool = False
+
+
+PLAIN = Extra()
+
+
+def cutoff_rows(tokens: int, vocab: int) -> int:
+    """Rows whose support is looked for at a time: sorting takes up to 48 bytes an entry."""
+    return max(1, min(tokens, BLOCK_BYTES // (48 * vocab)))
+
+
 def chunk_bytes_used(
-    tokens: int, tile: int, vocab: int, width: int, stored: int, itemsize: int = 4
+    tokens: int,
+    tile: int,
+    vocab: int,
+    width: int,
+    stored: int,
+    itemsize: int = 4,
+    extra: Extra = PLAIN,
 ) -> int:
     """Bytes a pass over the head holds at once, gradients and vectors of length N aside.
 
@@ -36,34 +66,65 @@ def chunk_bytes_used(
         4 c H itemsize           hidden states, scaled hidden states, their gradient, one temporary
         16 c V / v itemsize      what is known of each token and tile
         2 BLOCK_BYTES            temporaries of a block of rows, at most two tiles
+
+    With a reference head of width H_r also
+
+        c v 2 itemsize           its tile of logits, and the difference of the two
+        v H_r itemsize           a tile of its weight as fp32
+        2 c H_r itemsize         its hidden states, and the scaled ones
+        16 c V / v itemsize      what is known of each token and tile
+        3 BLOCK_BYTES            temporaries of a block of rows, at most three tiles
+        160 c k                  the k entries of a top-k divergence, and what they compete with
+
+    and with a sampling support
+
+        2 c v                    which entries of a tile are kept
+        40 c K                   `support_ids`, and where a tile's are
+        48 V max(1, rows)        the rows that are sorted at a time, if any (`cutoff_rows`)
     """
-    numbers = tile + 4 * width + 16 * math.ceil(vocab / tile)
-    per_token = vocab * stored + 2 * tile + numbers * itemsize
-    blocks = 2 * min(BLOCK_BYTES, tokens * tile * itemsize)
-    return tokens * per_token + 2 * tile * width * itemsize + blocks
+    tiles = math.ceil(vocab / tile)
+    numbers, weights, blocks = tile + 4 * width + 16 * tiles, 2 * width, 2
+    per_token = vocab * stored + 2 * tile + 160 * extra.top_k + 40 * extra.ids
+    if extra.ref_width:
+        numbers += 2 * tile + 2 * extra.ref_width + 16 * tiles
+        weights, blocks = weights + extra.ref_width, blocks + 3
+    if extra.support:
+        per_token += 2 * tile
+    total = tokens * (per_token + numbers * itemsize) + tile * weights * itemsize
+    total += blocks * min(BLOCK_BYTES, tokens * tile * itemsize)
+    return total + (48 * vocab * cutoff_rows(tokens, vocab) if extra.cutoff else 0)
 
 
 def plan_chunks(
-    chunk_bytes: int, vocab: int, width: int, stored: int = 4, itemsize: int = 4
+    chunk_bytes: int,
+    vocab: int,
+    width: int,
+    stored: int = 4,
+    itemsize: int = 4,
+    extra: Extra = PLAIN,
+    tokens: int = 0,
 ) -> ChunkPlan:
     """The largest chunk for which `chunk_bytes_used` stays inside `chunk_bytes`.
 
-    One token and a tile of 64 entries are the minimum, whatever the budget.
+    A fifth is left to what the matrix libraries allocate themselves, and up to half of the rest to
+    the vectors of all `tokens` of the call. One token and a tile of 64 entries are the minimum,
+    whatever the budget.
     """
-    chunk_bytes -= chunk_bytes // 6  # left to what the matrix libraries allocate themselves
-    weight_share = chunk_bytes // 5  # two tiles of the weight get at most this
-    tile = min(_MAX_TILE, weight_share // (2 * width * itemsize))
-    tile = min(vocab, max(_MIN_TILE, tile))
+    chunk_bytes -= chunk_bytes // 5
+    chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
+    weight_share = chunk_bytes // 5  # the tiles of the weights get at most this
+    tile = min(_MAX_TILE, weight_share // ((2 * width + extra.ref_width) * itemsize))
+    tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
 
-    def used(tokens: int) -> int:
-        return chunk_bytes_used(tokens, tile, vocab, width, stored, itemsize)
+    def fits(c: int) -> bool:
+        used = chunk_bytes_used(c, tile, vocab, width, stored, itemsize, extra)
+        return used <= chunk_bytes
 
-    many = 2 + BLOCK_BYTES // (tile * itemsize)  # from here on blocks are at their largest
-    per_token = used(many + 1) - used(many)
-    tokens = many + (chunk_bytes - used(many)) // per_token
-    if tokens < many:
-        tokens = max(1, chunk_bytes - used(0)) // (used(1) - used(0))
-    tokens = max(1, tokens)
-    if stored == 0:
-        tokens = min(tokens, _FORWARD_TOKENS)
-    return ChunkPlan(tokens - tokens % 8 if tokens > 8 else tokens, tile)
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    low = low if stored else min(low, _FORWARD_TOKENS)
+    return ChunkPlan(low - low % 8 if low > 8 else low, tile)

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fused_grpo.chunked import HeadResult, Needs, Tokens, head_pass, plan_pass
+from fused_grpo.chunked import head_pass, plan_pass
 from fused_grpo.objectives import Objective
+from fused_grpo.passes import HeadResult, Needs, Reference, Tokens, TokenValues, Upstream
+from fused_grpo.support import Support
 from fused_grpo.tiles import Head
+
+
+@dataclass(frozen=True)
+class ReferenceCall:
+    """A reference head, and what of it is wanted beside its log-probabilities."""
+
+    hidden: Tensor  # [..., H_r], the leading dimensions of the policy's
+    weight: Tensor  # [V, H_r]
+    bias: Tensor | None
+    temperature: Tensor | float  # [n] or scalar
+    logit_scale: float
+    softcap: float | None
+    full: bool = False  # the divergence over the whole vocabulary
+    top_k: int | None = None  # that over the k likeliest entries and the rest
 
 
 @dataclass(frozen=True)
@@ -24,20 +40,36 @@ class HeadCall:
     logit_scale: float
     softcap: float | None
     chunk_bytes: int
+    support: Support | None = None
+    reference: ReferenceCall | None = None
 
     def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
         return (
-            Tokens(hidden, self.index, self.target, self.temperature),
+            Tokens(hidden, self.index, self.target, self.temperature, self.support),
             Head(weight, bias, self.logit_scale, self.softcap),
         )
 
+    def bind_reference(self) -> Reference | None:
+        ref = self.reference
+        if ref is None:
+            return None
+        tokens = Tokens(ref.hidden, self.index, self.target, ref.temperature)
+        head = Head(ref.weight, ref.bias, ref.logit_scale, ref.softcap)
+        return Reference(tokens, head, ref.full, ref.top_k)
+
+    @property
+    def reference_tensors(self) -> tuple[Tensor | None, ...]:
+        ref = self.reference
+        return (None, None, None) if ref is None else (ref.hidden, ref.weight, ref.bias)
+
 
 class LogprobsFunction(torch.autograd.Function):
-    """(logps [n], entropy [n] | None); the backward computes the logits again, a chunk at a time.
+    """(logps, entropy, kl, reference's logps, support size, target outside), [n] or None each; the
+    first three are differentiable. The backward computes the logits again, a chunk at a time.
 
-    Where only the hidden states need a gradient and no entropy is asked for, u_t = dlogp_t/dh_t is
-    formed in
-    the forward instead: 4NHV in all rather than 6NHV, for any upstream gradient.
+    Where only the hidden states need a gradient and no entropy or KL is asked for, u_t =
+    dlogp_t/dh_t is formed in the forward instead: 4NHV in all rather than 6NHV, for any upstream
+    gradient.
     """
 
     @staticmethod
@@ -48,39 +80,56 @@ class LogprobsFunction(torch.autograd.Function):
         bias: Tensor | None,
         call: HeadCall,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        needs = _needs(ctx, entropy, False)
+        *reference: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        needs, bound = _needs(ctx, entropy), call.bind_reference()
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
-        ctx.unit = _only_hidden(needs) and not entropy
+        ctx.unit = _only_hidden(needs) and not entropy and not (bound is not None and bound.kl)
         coefficients = _unit_coefficients if ctx.unit else None
-        result = head_pass(*call.bind(hidden, weight, bias), needs, coefficients, call.chunk_bytes)
-        ctx.save_for_backward(*((result.hidden_grad,) if ctx.unit else (hidden, weight, bias)))
+        result = head_pass(
+            *call.bind(hidden, weight, bias), needs, coefficients, call.chunk_bytes, bound
+        )
+        if ctx.unit:
+            ctx.save_for_backward(result.hidden_grad)
+        else:  # the reference's, too, so that a change in between is noticed
+            ctx.save_for_backward(hidden, weight, bias, *reference)
         ctx.dtype = result.logps.dtype
-        return result.logps, result.entropy
+        constants = (result.ref_logps, result.support_size, result.outside)
+        ctx.mark_non_differentiable(*(t for t in constants if t is not None))
+        return result.logps, result.entropy, result.kl, *constants
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor | None, e: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, g: Tensor | None, e: Tensor | None, k: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         call: HeadCall = ctx.call
+        none = (None,) * 5
         if g is None:
-            g = torch.zeros_like(call.index if e is None else e, dtype=ctx.dtype)
+            g = torch.zeros(call.index.shape, dtype=ctx.dtype, device=call.index.device)
         if ctx.unit:
             (u,) = ctx.saved_tensors
-            return _scale_rows(u, call.index, g), None, None, None, None
+            return _scale_rows(u, call.index, g), None, None, *none
 
-        def upstream(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return g[span], None if e is None else e[span]
+        def upstream(span: slice, _: TokenValues) -> Upstream:
+            return Upstream(*(None if x is None else x[span] for x in (g, e, k)))  # type: ignore[arg-type]
 
-        needs = replace(ctx.needs, entropy=e is not None, entropy_grad=e is not None)
-        result = head_pass(*call.bind(*ctx.saved_tensors), needs, upstream, call.chunk_bytes)
-        return result.hidden_grad, result.weight_grad, result.bias_grad, None, None
+        hidden, weight, bias = ctx.saved_tensors[:3]
+        needs = replace(
+            ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
+        )
+        reference = None if k is None else call.bind_reference()
+        result = head_pass(
+            *call.bind(hidden, weight, bias), needs, upstream, call.chunk_bytes, reference
+        )
+        return result.hidden_grad, result.weight_grad, result.bias_grad, *none
 
 
 class FusedLossFunction(torch.autograd.Function):
     """sum_t w_t loss_t with its gradients formed in the forward: the backward only scales them.
 
-    Returns (loss [], per-token losses [n], logps [n], entropy [n] | None, g [n]); only the loss is
+    Returns (loss [], per-token losses [n], g [n], and the fields of TokenValues); only the loss is
     differentiable.
     """
 
@@ -93,18 +142,12 @@ class FusedLossFunction(torch.autograd.Function):
         call: HeadCall,
         objective: Objective,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        result, per_token, g = loss_pass(
-            hidden,
-            weight,
-            bias,
-            call,
-            objective,
-            _needs(ctx, entropy, objective.spec.entropy_gradient),
-        )
+    ) -> tuple[Tensor | None, ...]:
+        needs = _needs(ctx, entropy, objective)
+        result, per_token, g = loss_pass(hidden, weight, bias, call, objective, needs)
         ctx.save_for_backward(result.hidden_grad, result.weight_grad, result.bias_grad)
         loss = objective.total(per_token)
-        outputs = (per_token, result.logps, result.entropy, g)
+        outputs = (per_token, g, *(getattr(result, f.name) for f in fields(TokenValues)))
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
         return loss, *outputs
 
@@ -136,54 +179,58 @@ def loss_pass(
     being formed in the first.
     """
     tokens, head = call.bind(hidden, weight, bias)
+    reference = call.bind_reference()
     n = call.index.numel()
     everything = slice(0, n)
     dtype = objective.weights.dtype
     per_token = torch.zeros(n, dtype=dtype, device=hidden.device)
     g = torch.zeros_like(per_token)
 
-    def evaluate(
-        span: slice, logps: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        per_token[span], g[span], e = objective.evaluate(span, logps, entropy)
-        return g[span], e
+    def known(span: slice, _: TokenValues) -> Upstream:
+        return Upstream(g[span], objective.entropy_gradient(span), objective.kl_gradient(span))
 
-    def known(span: slice, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return g[span], objective.entropy_gradient(span)
+    def evaluate(span: slice, values: TokenValues) -> Upstream:
+        if values.ref_logps is not None and objective.batch.ref is not None:
+            objective.batch.ref[span] = values.ref_logps
+        per_token[span], upstream = objective.evaluate(span, values)
+        g[span] = upstream.logps
+        return upstream
 
-    plan = plan_pass(tokens, head, needs, call.chunk_bytes)
+    plan = plan_pass(tokens, head, needs, call.chunk_bytes, reference)
     if needs.any_grad and (objective.local or n <= plan.tokens):
-        return head_pass(tokens, head, needs, evaluate, call.chunk_bytes), per_token, g
-    unit = _only_hidden(needs) and not objective.spec.entropy_gradient
-    result = head_pass(tokens, head, needs, _unit_coefficients if unit else None, call.chunk_bytes)
-    evaluate(everything, result.logps, result.entropy)
+        result = head_pass(tokens, head, needs, evaluate, call.chunk_bytes, reference)
+        return result, per_token, g
+    unit = _only_hidden(needs) and not needs.entropy_grad and not needs.kl_grad
+    first = _unit_coefficients if unit else None
+    result = head_pass(tokens, head, needs, first, call.chunk_bytes, reference)
+    evaluate(everything, result)
     if unit and result.hidden_grad is not None:
         result.hidden_grad = _scale_rows(result.hidden_grad, call.index, g, in_place=True)
     elif needs.any_grad:
-        second = head_pass(tokens, head, needs, known, call.chunk_bytes)
-        result = HeadResult(
-            result.logps,
-            result.entropy,
-            second.hidden_grad,
-            second.weight_grad,
-            second.bias_grad,
-        )
+        again = reference if needs.kl_grad else None
+        second = head_pass(tokens, head, needs, known, call.chunk_bytes, again)
+        gradients = ("hidden_grad", "weight_grad", "bias_grad")
+        result = replace(result, **{name: getattr(second, name) for name in gradients})
     return result, per_token, g
 
 
-def _needs(ctx: Any, entropy: bool, entropy_grad: bool) -> Needs:
+def _needs(ctx: Any, entropy: bool, objective: Objective | None = None) -> Needs:
     # what autograd asks for, not what a saved tensor's requires_grad says: a copy made in here has
     # none
     hidden, weight, bias = ctx.needs_input_grad[:3]
-    return Needs(hidden, weight, bias, entropy, entropy_grad)
+    needs = Needs(hidden, weight, bias, entropy)
+    if objective is None:
+        return needs
+    spec = objective.spec
+    return replace(needs, entropy_grad=spec.entropy_gradient, kl_grad=spec.head_kl)
 
 
 def _only_hidden(needs: Needs) -> bool:
     return needs.hidden_grad and not (needs.weight_grad or needs.bias_grad)
 
 
-def _unit_coefficients(_: slice, logps: Tensor, __: Tensor | None) -> tuple[Tensor, None]:
-    return torch.ones_like(logps), None
+def _unit_coefficients(_: slice, values: TokenValues) -> Upstream:
+    return Upstream(torch.ones_like(values.logps))
 
 
 def _scale_rows(u: Tensor, index: Tensor, g: Tensor, in_place: bool = False) -> Tensor:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_grpo.memory import BLOCK_BYTES
+from fused_grpo.memory import BLOCK_BYTES, slices
+from fused_grpo.support import ChunkSupport, Support
+
+if TYPE_CHECKING:
+    from fused_grpo.divergence import ReferenceTiles
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,6 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
 
 
-def slices(size: int, tile: int) -> Iterator[slice]:
-    return (slice(start, min(start + tile, size)) for start in range(0, size, tile))
-
-
 @dataclass
 class TileSums:
     """What the forward keeps of each (token, tile) [c, J], the target left out.
@@ -44,45 +45,93 @@ class TileSums:
     spread: Tensor | None  # -sum of q log q
     z_target: Tensor  # [c]
 
-    def select(self, kept: Tensor) -> TileSums:
-        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
+    @staticmethod
+    def empty(like: Tensor, tokens: int, tiles: int, entropy: bool) -> TileSums:
+        top, mass, q_top = (like.new_empty(tokens, tiles) for _ in range(3))
+        spread = like.new_empty(tokens, tiles) if entropy else None
+        return TileSums(top, mass, q_top, spread, like.new_empty(tokens))
+
+    def log_norm(self, j: int | slice) -> Tensor:
+        """log q_v = z_v - log_norm of its tile."""
+        return self.top[:, j] - self.q_top[:, j].log()
+
+
+class LogitTiles:
+    """The logits of a chunk of tokens [c, H], computed a tile of vocabulary at a time."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        temperature: Tensor | float,
+        head: Head,
+        weight_tile: Callable[[slice], Tensor],
+    ) -> None:
+        self.temperature, self.head, self.weight_tile = temperature, head, weight_tile
+        dtype = compute_dtype(rows, head.weight)
+        self.x = rows.to(dtype)
+        if head.softcap is None:  # scale and temperature go into the rows, which are fewer
+            self.x = self.x * (head.logit_scale / temperature)
+        on_cpu = dtype == torch.float32 and _has_onednn(self.x)
+        self._linear = _linear_cpu if on_cpu else F.linear
+
+    def __call__(self, v: slice) -> Tensor:
+        """[c, v], the caller's to change."""
+        z = self._linear(self.x, self.weight_tile(v))
+        _finish_logits(z, self.temperature, self.head, v)
+        return z
 
 
 def tile_softmax(
-    rows: Tensor,
+    logits: LogitTiles,
     target: Tensor,
-    temperature: Tensor | float,
-    head: Head,
     tile: int,
-    weight_tile: Callable[[slice], Tensor],
     exps: Tensor | None,
     entropy: bool,
-) -> TileSums:
-    """The forward of a chunk; fills `exps` [c, V] with E, 0 at the target, where it is given."""
-    vocab = head.weight.shape[0]
-    dtype = compute_dtype(rows, head.weight)
-    x = rows.to(dtype)
-    if head.softcap is None:  # scale and temperature go into the rows, which are fewer
-        x = x * (head.logit_scale / temperature)
-    linear = _linear_cpu if dtype == torch.float32 and _has_onednn(x) else F.linear
-    shape = (rows.shape[0], len(range(0, vocab, tile)))
-    top, mass, q_top = (x.new_empty(shape) for _ in range(3))
-    spread = x.new_empty(shape) if entropy else None
-    z_target = x.new_empty(shape[0])
+    support: Support | None = None,
+    reference: ReferenceTiles | None = None,
+) -> tuple[TileSums, ChunkSupport | None]:
+    """The forward of a chunk; fills `exps` [c, V] with E, 0 at the target, where it is given.
+
+    Where a support has to be found in all logits first, `exps` holds these meanwhile.
+    """
+    c, vocab = logits.x.shape[0], logits.head.weight.shape[0]
+    read: Callable[[slice], Tensor] = logits
+    within = None
+    if support is not None:
+        if support.needs_logits:
+            read = _kept_logits(logits, tile, exps)
+        cutoff = support.cutoff(exps)
+        within = ChunkSupport(support, cutoff, target)
+    sums = TileSums.empty(logits.x, c, len(range(0, vocab, tile)), entropy)
+    if reference is not None:
+        reference.start(sums, within is not None)
     for j, v in enumerate(slices(vocab, tile)):
-        z = linear(x, weight_tile(v))
-        _finish_logits(z, temperature, head, v)
-        _take_out_target(z, target - v.start, z_target)
-        top[:, j], mass[:, j], q_top[:, j] = _softmax_with_top(z)
+        z = read(v)
+        take_out_target(z, target - v.start, sums.z_target)
+        if within is not None:
+            within.restrict(z, v)
+        if reference is not None:
+            reference.read(z, target, v, j)
+        sums.top[:, j], sums.mass[:, j], sums.q_top[:, j] = softmax_with_top(z)
+        if reference is not None:
+            reference.compare(z, sums, j)
         if exps is not None:
             exps[:, v] = z
-        if spread is not None:
+        if sums.spread is not None:
             for b in row_blocks(z):
-                spread[b, j] = torch.special.entr(z[b]).sum(1)
-    return TileSums(top, mass, q_top, spread, z_target)
+                sums.spread[b, j] = torch.special.entr(z[b]).sum(1)
+    return sums, within
 
 
-def _softmax_with_top(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _kept_logits(logits: LogitTiles, tile: int, kept: Tensor | None) -> Callable[[slice], Tensor]:
+    """Fills `kept` [c, V], and reads copies of its tiles."""
+    assert kept is not None
+    for v in slices(kept.shape[1], tile):
+        kept[:, v] = logits(v)
+    return lambda v: kept[:, v].contiguous() if kept.shape[1] > tile else kept[:, v].clone()
+
+
+def softmax_with_top(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """z [c, v] -> q in place; returns (top, mass, q_top), see TileSums.
 
     torch's softmax is one pass over memory where exp, sum and their like are one each, but keeps
@@ -109,10 +158,10 @@ def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def row_blocks(z: Tensor) -> Iterator[slice]:
+def row_blocks(z: Tensor, block_bytes: int = BLOCK_BYTES) -> Iterator[slice]:
     rows = z.shape[0]
     if z.device.type == "cpu":
-        rows = max(1, BLOCK_BYTES // (z.shape[1] * z.element_size()))
+        rows = max(1, block_bytes // (z.shape[1] * z.element_size()))
     return slices(z.shape[0], rows)
 
 
@@ -128,7 +177,7 @@ def _finish_logits(z: Tensor, temperature: Tensor | float, head: Head, v: slice)
     z.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap / temperature)
 
 
-def _take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
+def take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
     """Moves the logits of targets that lie in this tile to `z_target`, leaving -inf."""
     hit = ((column >= 0) & (column < z.shape[1])).nonzero().squeeze(1)
     if hit.numel():
@@ -144,9 +193,6 @@ class RowStats:
     one_minus_p: Tensor  # [c] 1 - p_target, accurate when p_target is near 1
     log_scale: Tensor  # [c, J] log P_j, where p_v = P_j q_v
     entropy: Tensor | None  # [c]
-
-    def select(self, kept: Tensor) -> RowStats:
-        return replace(self, **{k: t[kept] for k, t in vars(self).items() if t is not None})
 
 
 def row_statistics(sums: TileSums) -> RowStats:

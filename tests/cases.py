@@ -13,6 +13,8 @@ from torch import Tensor
 from fused_grpo.reference import reference_logprobs
 
 HEAD_OPTIONS = ("temperature", "logit_scale", "softcap")
+# tensors of a second head, which the oracle sees in float64
+REFERENCE_HEAD = ("ref_hidden", "ref_weight", "ref_bias")
 
 # Log-ratios are drawn near these values. They stay away from every bound that the tests use
 # (log 0.8, log 0.9, log 1.2, log 1.28, log 1.7, +-0.5): rounding must not decide who is clipped.
@@ -116,6 +118,32 @@ def make_case(
     return case
 
 
+def with_reference(case: Case, *, distance: float = 0.3, dim: int | None = None) -> Case:
+    """A reference head instead of its log-probabilities: that of the case, moved by `distance`, or
+    one of another width `dim`."""
+    g = torch.Generator().manual_seed(99)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    hidden, weight = case.hidden.double(), case.weight.double()
+    if dim is None:
+        hidden = hidden + distance * normal(*hidden.shape)
+        weight = weight + distance * weight.std() * normal(*weight.shape)
+    else:
+        hidden = normal(*hidden.shape[:-1], dim)
+        weight = 2 * normal(weight.shape[0], dim) / math.sqrt(dim)
+    tensors = {k: v for k, v in case.tensors.items() if k != "ref_per_token_logps"}
+    tensors |= {
+        "ref_hidden": hidden.to(case.hidden.dtype),
+        "ref_weight": weight.to(case.weight.dtype),
+    }
+    if case.bias is not None:
+        moved = case.bias.double() + distance * normal(*case.bias.shape)
+        tensors["ref_bias"] = moved.to(case.bias.dtype)
+    return replace(case, tensors=tensors)
+
+
 def vector_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of the per-token vectors that go with a head of ``dtype``."""
     return torch.promote_types(dtype, torch.float32)
@@ -152,12 +180,10 @@ def pack(case: Case) -> Case:
     position = torch.arange(1, width + 1).expand(rows, width)
     lengths = (position * case.mask).amax(dim=1)
     keep = position <= lengths[:, None]
-    tensors = {
-        k: (v[keep] if v.shape == keep.shape else v.reshape(-1)) for k, v in case.tensors.items()
-    }
+    tensors = {k: v[keep] if v.shape[:2] == keep.shape else v for k, v in case.tensors.items()}
     tensors["cu_seqlens"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     options = {
-        k: (v[keep] if isinstance(v, Tensor) and v.dim() == 2 else v)
+        k: (v[keep] if isinstance(v, Tensor) and v.shape[:2] == keep.shape else v)
         for k, v in case.options.items()
     }
     per_token = case.advantages.shape == keep.shape

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import Case
+from cases import REFERENCE_HEAD, Case
 from torch import Tensor
 
 import fused_grpo
@@ -77,7 +77,7 @@ def run(
         case.ids,
         case.advantages,
         bias=leaves.get("bias"),
-        **case.tensors,
+        **{k: convert(v) if k in REFERENCE_HEAD else v for k, v in case.tensors.items()},
         **case.options,
         **extra,
     )

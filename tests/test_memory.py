@@ -16,6 +16,7 @@ from fused_grpo.memory import plan_chunks
 
 H, V = 16, 600
 CHUNK = 1 << 18
+IDS = 12  # of `support_ids`
 PER_TOKEN = 160  # bytes of vectors of length N: log-probs, advantages, weights, indices, ...
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -27,12 +28,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coef": 0.1},
     "none": {"reduction": "none"},
 }
+# with a second head, or a support
+HEAD_KINDS: dict[str, dict[str, Any]] = {
+    "ref_head": {"ref_head": True, "beta": 0.1},
+    "ref_head_old": {
+        "ref_head": True,
+        "beta": 0.1,
+        "old": True,
+        "importance_sampling_level": "sequence",
+    },
+    "kl_full": {"ref_head": True, "beta": 0.1, "kl_estimator": "full"},
+    "kl_top_k": {"ref_head": True, "beta": 0.1, "kl_estimator": "top_k", "kl_top_k": 8},
+    "kl_none": {"ref_head": True, "beta": 0.1, "kl_estimator": "full", "reduction": "none"},
+    "support_top_p": {"support_top_p": 0.9},
+    "support_top_k": {"support_top_k": 5},
+    "support_ids": {"ids": True},
+    "everything": {
+        "ref_head": True,
+        "beta": 0.1,
+        "kl_estimator": "full",
+        "support_top_p": 0.9,
+        "ids": True,
+        "entropy_coef": 0.1,
+    },
+}
 
 
 def batch(
     width: int = 128, dtype: torch.dtype = torch.float32, dim: int = H, **options: Any
 ) -> dict[str, Any]:
-    """Arguments of grpo_loss; ``old`` and ``ref`` ask for those vectors."""
+    """Arguments of grpo_loss; ``old``, ``ref``, ``ref_head`` and ``ids`` ask for those tensors."""
     rows = 4
     call: dict[str, Any] = {
         "hidden": torch.randn(rows, width, dim).to(dtype),
@@ -45,6 +70,11 @@ def batch(
         call["old_per_token_logps"] = torch.randn(rows, width) - 7
     if options.pop("ref", False):
         call["ref_per_token_logps"] = torch.randn(rows, width) - 7
+    if options.pop("ref_head", False):
+        call["ref_hidden"] = torch.randn(rows, width, dim).to(dtype)
+        call["ref_weight"] = torch.randn(V, dim).to(dtype)
+    if options.pop("ids", False):
+        call["support_ids"] = torch.randint(V, (rows, width, IDS))
     return call | options
 
 
@@ -60,6 +90,12 @@ def track(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> MemoryTracker:
     with MemoryTracker() as tracker:
         train(call, frozen)
     return tracker
+
+
+def vector_bytes(call: dict[str, Any]) -> int:
+    """Vectors of length N, and the ids of the counted tokens."""
+    ids = 8 * IDS if "support_ids" in call else 0
+    return call["completion_ids"].numel() * (PER_TOKEN + ids)
 
 
 def gradient_bytes(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> int:
@@ -83,7 +119,7 @@ def test_peak_stays_within_the_budget(
     for width in (64, 256):
         call = batch(width=width, dtype=dtype, **KINDS[kind])
         tracker = track(call, frozen)
-        allowed = gradient_bytes(call, frozen) + CHUNK + 4 * width * PER_TOKEN
+        allowed = gradient_bytes(call, frozen) + CHUNK + vector_bytes(call)
         assert tracker.peak <= allowed, f"{tracker.peak - allowed} bytes over"
         logits = 4 * width * V * 4
         assert width == 64 or allowed < logits / 3, "the bound says nothing"
@@ -96,9 +132,48 @@ def test_peak_at_a_real_vocabulary(kind: str, frozen: tuple[str, ...], dtype: to
     """The same bound where the vectors are small beside the budget."""
     call = batch(dtype=dtype, **KINDS[kind])
     call |= {"weight": torch.randn(50_257, H).to(dtype), "chunk_bytes": 32 << 20}
-    allowed = gradient_bytes(call, frozen) + (32 << 20) + 512 * PER_TOKEN
+    allowed = gradient_bytes(call, frozen) + (32 << 20) + vector_bytes(call)
     over = track(call, frozen).peak - allowed
     assert over <= 0, f"{over} bytes over"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "frozen"),
+    [(torch.float32, ()), (torch.bfloat16, ("weight",)), (torch.float32, ("hidden",))],
+    ids=["fp32", "bf16-head", "fp32-trunk"],
+)
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_head_features_stay_within_the_budget(
+    kind: str, dtype: torch.dtype, frozen: tuple[str, ...]
+) -> None:
+    """The planner knows what a reference head, its divergence and a support hold at once."""
+    call = batch(width=192, dtype=dtype, **HEAD_KINDS[kind])
+    tracker = track(call, frozen)
+    allowed = gradient_bytes(call, frozen) + CHUNK + vector_bytes(call)
+    assert tracker.peak <= allowed, f"{tracker.peak - allowed} bytes over"
+    assert allowed < 4 * 192 * V * 4 / 2, "the bound says nothing"
+    assert tracker.largest <= max(CHUNK, 4 * call["hidden"].numel(), 4 * call["weight"].numel())
+
+
+@pytest.mark.parametrize("kind", ["kl_full", "kl_top_k", "support_top_p"])
+def test_head_features_at_a_real_vocabulary(kind: str) -> None:
+    call = batch(width=32, **HEAD_KINDS[kind])
+    for name in {"weight", "ref_weight"} & call.keys():
+        call[name] = torch.randn(50_257, H)
+    call["chunk_bytes"] = 16 << 20
+    allowed = gradient_bytes(call) + (16 << 20) + vector_bytes(call)
+    over = track(call).peak - allowed
+    assert over <= 0, f"{over} bytes over"
+
+
+@pytest.mark.parametrize("kind", ["kl_full", "support_top_p", "support_ids"])
+def test_no_grad_head_features_store_nothing_per_token(kind: str) -> None:
+    """The divergence is summed as the tiles go by; a nucleus needs the logits of a chunk."""
+    call = batch(width=192, **HEAD_KINDS[kind])
+    with MemoryTracker() as tracker, torch.no_grad():
+        out = grpo_loss(**call)
+    assert tracker.peak <= CHUNK + vector_bytes(call)
+    del out
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,6 +267,29 @@ def test_one_pass_over_the_head(kind: str) -> None:
             out = grpo_loss(**call)
         call["old_per_token_logps"] = out.per_token_logps
     assert work(call) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_one_pass_over_each_head(kind: str) -> None:
+    """2NHV for a reference (8NHV in all), nothing for a support, though it needs all logits."""
+    call = batch(width=16, chunk_bytes=64 << 20, **HEAD_KINDS[kind])
+    call["advantages"] = torch.tensor([1.0, 2.0, 0.5, 1.5])
+    if "old_per_token_logps" in call:
+        with torch.no_grad():
+            out = grpo_loss(**call)
+        call["old_per_token_logps"] = out.per_token_logps
+    expected = 4.0 if "ref_hidden" in call else 3.0
+    if call.get("reduction") == "none":  # both heads again
+        expected += 2.0
+    assert work(call) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["ref_head_old", "kl_full"])
+def test_a_second_pass_reads_the_reference_only_for_its_divergence(kind: str) -> None:
+    call = batch(**(HEAD_KINDS[kind] | KINDS["sequence_old"]))
+    with torch.no_grad():
+        call["old_per_token_logps"] = grpo_loss(**call).per_token_logps
+    assert work(call) == pytest.approx(5.0 if kind == "ref_head_old" else 6.0)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -12,8 +12,10 @@ from cases import Case, make_case
 from objective_cases import drop_unused, sampler_logps
 
 from fused_grpo import LossSpec, grpo_loss, policy_loss
+from fused_grpo.kl import HEAD_KL
 from fused_grpo.objectives import LOSS_TYPES
 from fused_grpo.objectives.options import LossOptions
+from fused_grpo.support import SupportOptions
 
 # option -> (a value that is not the default, options without which it cannot act)
 FLIPS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -51,6 +53,7 @@ FLIPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "off_policy_mask_threshold": (0.0, {}),
     "top_entropy_quantile": (0.3, {}),
     "kl_estimator": ("k2", {"beta": 0.1}),
+    "kl_top_k": (7, {"beta": 0.1, "kl_estimator": "top_k", "kl_top_k": 2}),
     "kl_clamp": (0.05, {"beta": 0.1}),
     "sampling_correction": ("token_mask", {"sampling_correction": "monitor"}),
     "sampling_ratio_min": (0.95, {"sampling_correction": "token_truncate"}),
@@ -72,6 +75,18 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "temperature": {},
     "logit_scale": {},
     "softcap": {},
+    "ref_hidden": {"beta": 0.1, "kl_estimator": "full"},
+    "ref_weight": {"beta": 0.1, "kl_estimator": "full"},
+    "ref_bias": {"beta": 0.1, "kl_estimator": "full"},
+    "ref_temperature": {"beta": 0.1, "kl_estimator": "full"},
+    "ref_logit_scale": {"beta": 0.1, "kl_estimator": "full"},
+    "ref_softcap": {"beta": 0.1, "kl_estimator": "full"},
+    "support_top_k": {},
+    "support_top_p": {},
+    "support_min_p": {},
+    "support_min_logp": {},
+    "support_min_logit": {},
+    "support_ids": {},
 }
 # layout, reporting and execution, which other modules test
 NEUTRAL = {"cu_seqlens", "entropy", "reduction", "backend", "check_inputs", "chunk_bytes"}
@@ -86,6 +101,11 @@ def case_of(options: dict[str, Any]) -> Case:
     old[2] += 0.2
     if options.get("sampling_correction"):
         case.tensors["sampling_per_token_logps"] = sampler_logps(case)
+    if options.get("kl_estimator") in HEAD_KL:
+        del case.tensors["ref_per_token_logps"]
+        g = torch.Generator().manual_seed(7)
+        for name, like in (("ref_hidden", case.hidden), ("ref_weight", case.weight)):
+            case.tensors[name] = like + 0.3 * torch.randn(like.shape, generator=g, dtype=like.dtype)
     if options.get("aggregation") == "group_mean":
         case.tensors["group_ids"] = torch.tensor([1, 1, 2, 2, 2, 3])
     drop_unused(case)
@@ -110,6 +130,13 @@ CHANGES: dict[str, Any] = {
     "logit_scale": 0.5,
     "softcap": 3.0,
     "bias": torch.linspace(-1, 1, 61, dtype=torch.float64),
+    "ref_bias": torch.linspace(-1, 1, 61, dtype=torch.float64),
+    "ref_temperature": 0.7,
+    "ref_logit_scale": 0.5,
+    "ref_softcap": 3.0,
+    "support_top_k": 5,
+    "support_top_p": 0.5,
+    "support_min_p": 0.3,
 }
 
 
@@ -117,6 +144,12 @@ def other(name: str, case: Case) -> Any:
     """Another value of an argument, with the same shape."""
     if name in CHANGES:
         return CHANGES[name]
+    if name == "support_ids":
+        return torch.arange(9).expand(*case.ids.shape, 9)
+    if name in ("ref_hidden", "ref_weight"):
+        return case.tensors[name] * 1.1
+    if name in ("support_min_logp", "support_min_logit"):
+        return torch.full(case.ids.shape, -4.0 if name == "support_min_logp" else 0.0)
     g = torch.Generator().manual_seed(3)
     noise = torch.randn(case.ids.shape, generator=g, dtype=torch.float64).abs() * 0.5
     if name == "completion_mask":
@@ -154,6 +187,7 @@ def test_flipping_any_option_changes_the_loss_or_raises() -> None:
     assert not [pair for pair, how in outcomes.items() if how == "silent"]
     assert sum(how == "refused" for how in outcomes.values()) > 200
     names = set(grpo_loss.__kwdefaults__) | {"hidden", "weight", "completion_ids", "advantages"}
+    names |= set(SupportOptions.__annotations__)
     assert names | {"options"} == set(ARGUMENTS) | NEUTRAL
     for name, setting in ARGUMENTS.items():
         case = case_of(setting)

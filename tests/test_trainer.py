@@ -179,7 +179,7 @@ def test_temperature_reaches_the_log_probabilities(tmp_path: Path) -> None:
     run = trainer(tmp_path, temperature=0.5)
     sample = run.sampler(run.model, ["ab", "hello"])
     (batch,) = split(sample, sample.completion_mask, torch.zeros(2), 2)
-    got = run._logps(run.model, batch)
+    got = run._at_head(run.model, batch, logps_of(batch, run.args))
     logits = run.model(**batch.model_inputs(run.model)).logits / 0.5
     logps = logits[:, -batch.completion_ids.shape[1] :].log_softmax(-1)
     expected = logps.gather(-1, batch.completion_ids[..., None])[..., 0] * batch.completion_mask
@@ -257,7 +257,11 @@ def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
     for sample in (alone, beside):
         rows = len(sample.prompt_ids)
         (batch,) = split(sample, sample.completion_mask, torch.zeros(rows), rows)
-        logps.append(run._logps(run.model, batch)[0, : len(alone.completions()[0])])
+        logps.append(
+            run._at_head(run.model, batch, logps_of(batch, run.args))[
+                0, : len(alone.completions()[0])
+            ]
+        )
     torch.testing.assert_close(logps[0], logps[1], atol=1e-5, rtol=1e-5)
 
 

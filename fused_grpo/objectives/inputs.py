@@ -34,7 +34,6 @@ def _needed(spec: LossSpec) -> dict[str, str]:
     sampler = [f"{n}={getattr(spec, n)}" for n in by_sampler if getattr(spec, n) is not None]
     groups = "group_ids" in spec.scheme.needs
     return {
-        "ref_per_token_logps": f"beta={spec.beta}" if spec.beta > 0 else "",
         "sampling_per_token_logps": sampler[0] if sampler else "",
         "group_ids": f"aggregation={spec.aggregation or spec.row.scheme!r}" if groups else "",
     }
@@ -64,7 +63,6 @@ def _ignored(spec: LossSpec, here: set[str]) -> dict[str, str]:
     set_options = [n for n in scheme_options if getattr(spec, n) is not None]
     grouped = "group_ids" in spec.scheme.takes
     return {
-        "ref_per_token_logps": "" if spec.beta > 0 else "beta=0 would ignore it: set beta > 0",
         "old_per_token_logps": old,
         "sampling_per_token_logps": ""
         if by_sampler
@@ -81,3 +79,32 @@ def _old_matters(spec: LossSpec, here: set[str]) -> bool:
     """Whether anything but a mask that prefers the sampler's log-probs reads the old ones."""
     others = spec.row.uses_old or spec.use_bias_correction_kl or spec.needs_sampler
     return others or "sampling_per_token_logps" not in here
+
+
+def check_reference(spec: LossSpec, given: Mapping[str, object]) -> None:
+    """ValueError where what is given of the reference does not fit together, or to the KL.
+
+    `given`: ref_per_token_logps and the options of a reference head, those that are set.
+    """
+    names = ", ".join(given)
+    if spec.beta == 0:
+        if given:
+            raise ValueError(f"{names} is given, but beta=0 would ignore it: set beta > 0")
+        return
+    head = [name for name in given if name != "ref_per_token_logps"]
+    if head and ("ref_hidden" not in head or "ref_weight" not in head):
+        raise ValueError(f"{names}: a reference head needs both ref_hidden and ref_weight")
+    if spec.head_kl and not head:
+        raise ValueError(
+            f"kl_estimator={spec.kl_estimator!r} needs ref_hidden and ref_weight: one "
+            "log-probability per token does not tell a divergence over the vocabulary"
+        )
+    if not given:
+        raise ValueError(
+            f"beta={spec.beta} needs ref_per_token_logps, or ref_hidden and ref_weight"
+        )
+    if len(head) < len(given) and head:
+        raise ValueError(
+            "ref_per_token_logps and ref_hidden are both given: the log-probabilities are either "
+            "known or computed"
+        )

@@ -12,35 +12,38 @@ from fused_grpo import corrections
 from fused_grpo.batch import TokenBatch
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.terms import Terms, token_terms
+from fused_grpo.passes import TokenValues, Upstream
 
 
 @torch.no_grad()
 def metrics(
-    logps: Tensor,
-    entropy: Tensor | None,
-    g: Tensor | None,
-    batch: TokenBatch,
-    spec: LossSpec,
-    e: Tensor | None = None,
+    values: TokenValues, upstream: Upstream | None, batch: TokenBatch, spec: LossSpec
 ) -> dict[str, Tensor]:
-    """Of a loss at `logps` [n], whose gradient is g [n] and, for entropies, e [n]. See `grpo_loss`
-    for the names."""
-    logps = logps.detach()
+    """Of a loss at `values` [n], with its gradients where they were formed. See `grpo_loss` for the
+    names."""
+    logps, entropy = values.logps.detach(), values.entropy
     wanted = entropy.detach() if entropy is not None and spec.needs_entropy else None
-    terms = token_terms(logps, batch, spec, wanted)
+    kl = None if values.kl is None else values.kl.detach()
+    terms = token_terms(logps, batch, spec, wanted, kl)
     out = _ratio_metrics(terms, spec)
     out["num_tokens"] = torch.tensor(float(logps.numel()), device=logps.device)
     if terms.kl is not None:
         out["kl"] = mean(terms.kl.value)
-        out["kl/log_ratio_clamped"] = mean(terms.kl.input_clamped)
-        out["kl/clamped"] = mean(terms.kl.value_clamped)
+        if terms.kl.input_clamped is not None and terms.kl.value_clamped is not None:
+            out["kl/log_ratio_clamped"] = mean(terms.kl.input_clamped)
+            out["kl/clamped"] = mean(terms.kl.value_clamped)
     if entropy is not None:
         out["entropy"] = mean(entropy.detach())
     if terms.active is not None:
         out["policy_mask/dropped"] = mean(~terms.active)
-    if g is not None:
-        idle = g == 0
-        out["zero_coefficient_fraction"] = mean(idle if e is None else idle & (e == 0))
+    if values.outside is not None and values.support_size is not None:
+        out["support/size"] = mean(values.support_size)
+        out["support/target_outside"] = mean(values.outside)
+    if upstream is not None:
+        idle = upstream.logps == 0
+        for part in (upstream.entropy, upstream.kl):
+            idle = idle if part is None else idle & (part == 0)
+        out["zero_coefficient_fraction"] = mean(idle)
     if batch.sampler is not None:
         out |= _sampling_metrics(terms, batch)
     return out

@@ -17,6 +17,7 @@ from fused_grpo.batch import TokenBatch
 from fused_grpo.objectives.metrics import metrics
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.terms import make_view, other_terms, policy_term, token_terms
+from fused_grpo.passes import TokenValues, Upstream
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class _Fresh:
             return policy_term(make_view(logps, batch, spec, None, batch.weight_is), spec)
 
         zeros = torch.zeros_like(weights)
-        base, (g, _) = _values_and_gradients(loss, weights, zeros)
+        base, (g, *_) = _values_and_gradients(loss, weights, zeros)
+        assert g is not None
         with torch.no_grad():
             slope = loss(torch.ones_like(weights)) - base
         return _Fresh(base, slope, g)
@@ -52,44 +54,53 @@ class Objective:
         self.spec, self.batch = spec, batch
         self.weights = spec.token_weights(batch)
         self._e = torch.zeros_like(self.weights) if spec.entropy_gradient else None
+        self._k = torch.zeros_like(self.weights) if spec.head_kl else None
         reach = reach_of(spec, batch)
         self._fresh = _Fresh.of(spec, batch, self.weights) if reach == "fresh" else None
         self.local = reach in ("token", "fresh")
 
-    def evaluate(
-        self, span: slice, logps: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """([c] per-token losses, [c] g_t, [c] dL/dentropy_t or None) of a span of tokens."""
+    def evaluate(self, span: slice, values: TokenValues) -> tuple[Tensor, Upstream]:
+        """([c] per-token losses, their gradients) of a span of tokens."""
         batch, spec, fresh = self.batch[span], self.spec, self._fresh
 
-        def loss(logps: Tensor, entropy: Tensor | None) -> Tensor:
+        def loss(logps: Tensor, entropy: Tensor | None, kl: Tensor | None) -> Tensor:
             if fresh is None:
-                return token_terms(logps, batch, spec, entropy).loss
+                return token_terms(logps, batch, spec, entropy, kl).loss
             policy = (fresh.base[span] + fresh.slope[span] * logps).detach()
-            others, _ = other_terms(make_view(logps, batch, _BY_TOKEN, entropy, None), batch, spec)
+            view = make_view(logps, batch, _BY_TOKEN, entropy, None)
+            others, _ = other_terms(view, batch, spec, kl)
             bonus = 0.0 if entropy is None else spec.entropy_coef * entropy
             return policy + others - bonus
 
-        wanted = entropy if spec.needs_entropy else None
-        values, (g, e) = _values_and_gradients(loss, self.weights[span], logps, wanted)
+        entropy = values.entropy if spec.needs_entropy else None
+        kl = values.kl if spec.head_kl else None
+        losses, (g, e, k) = _values_and_gradients(
+            loss, self.weights[span], values.logps, entropy, kl
+        )
+        assert g is not None
         if fresh is not None:
             g = g + fresh.g[span]
-        if self._e is None or e is None:
-            return values, g, None
-        self._e[span] = e
-        return values, g, e
+        for kept, part in ((self._e, e), (self._k, k)):
+            if kept is not None and part is not None:
+                kept[span] = part
+        return losses, Upstream(g, self.entropy_gradient(span), self.kl_gradient(span))
 
     def entropy_gradient(self, span: slice) -> Tensor | None:
         """[c] dL/dentropy_t of tokens that have been evaluated."""
         return None if self._e is None else self._e[span]
 
+    def kl_gradient(self, span: slice) -> Tensor | None:
+        """[c] dL/dkl_t, of a KL summed over the vocabulary, of tokens that have been evaluated."""
+        return None if self._k is None else self._k[span]
+
     def total(self, per_token: Tensor) -> Tensor:
         """The loss [], of the per-token losses [n] of all tokens."""
         return (per_token * self.weights).sum()
 
-    def metrics(self, logps: Tensor, entropy: Tensor | None, g: Tensor | None) -> dict[str, Tensor]:
+    def metrics(self, values: TokenValues, g: Tensor | None) -> dict[str, Tensor]:
         """`metrics` of all tokens, once they have been evaluated."""
-        return metrics(logps, entropy, g, self.batch, self.spec, self._e)
+        upstream = None if g is None else Upstream(g, self._e, self._k)
+        return metrics(values, upstream, self.batch, self.spec)
 
 
 _BY_TOKEN = LossSpec()
@@ -111,7 +122,7 @@ def reach_of(spec: LossSpec, batch: TokenBatch) -> str:
 
 def _values_and_gradients(
     loss: Callable[..., Tensor], weights: Tensor, *inputs: Tensor | None
-) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+) -> tuple[Tensor, list[Tensor | None]]:
     """loss(*inputs) [n], and the gradients of its weighted sum with respect to the inputs."""
     with torch.enable_grad():
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
@@ -124,4 +135,5 @@ def _values_and_gradients(
             grads = list(
                 torch.autograd.grad(total, present, allow_unused=True, materialize_grads=True)
             )
-    return values.detach(), (grads[0], grads[1] if len(grads) > 1 else None)
+    found = iter(grads)
+    return values.detach(), [None if x is None else next(found) for x in leaves]

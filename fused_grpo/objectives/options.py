@@ -45,6 +45,7 @@ class LossOptions(TypedDict, total=False):
     off_policy_mask_threshold: float | None
     top_entropy_quantile: float
     kl_estimator: str
+    kl_top_k: int | None
     kl_clamp: float | None
     sampling_correction: str | None
     sampling_ratio_min: float | None

@@ -45,6 +45,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "positive_nll_coef": (lambda x: 0 <= x < math.inf, ">= 0"),
     "off_policy_mask_threshold": (math.isfinite, "finite, or None"),
     "top_entropy_quantile": (lambda x: 0 < x <= 1, "in (0, 1]: the share of tokens kept"),
+    "kl_top_k": (lambda k: k >= 1 and k == int(k), "an integer >= 1"),
     "kl_clamp": (lambda x: x > 0, "> 0, or None"),
     "sampling_ratio_min": (lambda x: x >= 0, ">= 0, or None"),
     "sampling_ratio_max": (lambda x: x >= 1, ">= 1: the ratio of equal policies is 1"),

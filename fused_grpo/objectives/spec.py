@@ -12,7 +12,7 @@ from fused_grpo.aggregation import Divisors, Scheme, check_divisors, scheme_name
 from fused_grpo.batch import TokenBatch
 from fused_grpo.checks import check_choice, check_number
 from fused_grpo.corrections import CORRECTIONS, check_rejection
-from fused_grpo.kl import ESTIMATORS
+from fused_grpo.kl import ESTIMATORS, HEAD_KL
 from fused_grpo.objectives.ranges import OF_OBJECTIVES, ORDERED, RANGES
 from fused_grpo.objectives.registry import LossType, loss_type_row
 from fused_grpo.ratios import LEVELS
@@ -62,6 +62,7 @@ class LossSpec:
     top_entropy_quantile: float = 1.0
     # KL
     kl_estimator: str = "k3"
+    kl_top_k: int | None = None
     kl_clamp: float | None = None
     # train-inference corrections
     sampling_correction: str | None = None
@@ -76,7 +77,7 @@ class LossSpec:
         if self.aggregation is not None:
             scheme_named(self.aggregation)
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
-        check_choice("kl_estimator", self.kl_estimator, ESTIMATORS)
+        check_choice("kl_estimator", self.kl_estimator, (*ESTIMATORS, *HEAD_KL))
         if self.sampling_correction is not None:
             check_choice("sampling_correction", self.sampling_correction, CORRECTIONS)
         for name, (holds, must) in RANGES.items():
@@ -84,6 +85,7 @@ class LossSpec:
             if value is not None or name in _NEVER_NONE:
                 check_number(name, value, holds, must)
         check_rejection(self.rejection)
+        self._check_head_kl()
         self._check_applies(row, self._changed())
         self._check_pairs()
         check_divisors(self.scheme, self._reduction, self._given_divisors())
@@ -121,6 +123,19 @@ class LossSpec:
             low, high = self.option(low_name), self.option(high_name)
             if low is not None and high is not None and low >= high:
                 raise ValueError(f"{low_name}={low} must be below {high_name}={high}")
+
+    def _check_head_kl(self) -> None:
+        if (self.kl_top_k is None) == (self.kl_estimator == "top_k"):
+            raise ValueError(
+                f"kl_top_k={self.kl_top_k} with kl_estimator={self.kl_estimator!r}: 'top_k' needs "
+                "the number of entries, and nothing else takes one"
+            )
+        for name in ("use_bias_correction_kl", "kl_clamp"):
+            if self.head_kl and name in self._changed():
+                raise ValueError(
+                    f"{name} does not apply to kl_estimator={self.kl_estimator!r}: it is for "
+                    "estimates from sampled tokens, this one is summed over the vocabulary"
+                )
 
     def _changed(self) -> frozenset[str]:
         """The options that are not at their defaults."""
@@ -201,8 +216,14 @@ class LossSpec:
         return self.entropy_coef != 0 or self.row.entropy
 
     @property
+    def head_kl(self) -> bool:
+        """Whether the KL is summed over the vocabulary, in the head, and not a token's estimate."""
+        return self.beta > 0 and self.kl_estimator in HEAD_KL
+
+    @property
     def _takes_exp(self) -> bool:
-        kl = self.beta > 0 and (
+        estimated = self.beta > 0 and not self.head_kl
+        kl = estimated and (
             self.use_bias_correction_kl or ESTIMATORS[self.kl_estimator].exponential
         )
         return kl or self.corrects
@@ -234,6 +255,7 @@ def _weighs(spec: LossSpec) -> bool:
 REQUIRES: dict[str, tuple[Callable[[LossSpec], bool], str]] = {
     "use_bias_correction_kl": (_penalises, "beta > 0: there is no KL to correct"),
     "kl_estimator": (_penalises, "beta > 0: there is no KL to estimate"),
+    "kl_top_k": (_penalises, "beta > 0: there is no KL to compute"),
     "kl_clamp": (_penalises, "beta > 0: there is no KL to clamp"),
     "sampling_ratio_min": (_weighs, "a sampling_correction that truncates or masks"),
     "sampling_ratio_max": (_weighs, "a sampling_correction that truncates or masks"),

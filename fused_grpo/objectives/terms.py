@@ -31,9 +31,14 @@ class Terms:
 
 
 def token_terms(
-    logps: Tensor, batch: TokenBatch, spec: LossSpec, entropy: Tensor | None = None
+    logps: Tensor,
+    batch: TokenBatch,
+    spec: LossSpec,
+    entropy: Tensor | None = None,
+    kl: Tensor | None = None,
 ) -> Terms:
-    """The loss of every token, differentiable in `logps` [n] and `entropy` [n].
+    """The loss of every token, differentiable in `logps` [n], `entropy` [n] and `kl` [n], which is
+    one that the head summed over the vocabulary.
 
     `batch` comes from `corrections.prepare`. The entropy bonus is part of the loss where
     entropies are given.
@@ -44,7 +49,7 @@ def token_terms(
         weight, keep = weight if done.weight is None else done.weight, done.keep
     view = make_view(logps, batch, spec, entropy, weight)
     active = _active(view, batch, spec)
-    loss, penalty = other_terms(view, batch, spec)
+    loss, penalty = other_terms(view, batch, spec, kl)
     loss = _select(active, policy_term(view, spec)) + loss
     if spec.entropy_coef != 0 and entropy is not None:
         loss = loss - spec.entropy_coef * _select(active, entropy)
@@ -52,12 +57,16 @@ def token_terms(
 
 
 def other_terms(
-    view: TokenView, batch: TokenBatch, spec: LossSpec
+    view: TokenView, batch: TokenBatch, spec: LossSpec, kl: Tensor | None = None
 ) -> tuple[Tensor | float, Penalty | None]:
     """The KL and the likelihood of positives: local to a token, but for the ratio of the KL."""
     loss: Tensor | float = 0.0
     penalty = None
-    if spec.beta != 0:
+    if spec.head_kl:
+        assert kl is not None
+        penalty = Penalty(kl)
+        loss = spec.beta * kl
+    elif spec.beta != 0:
         assert batch.ref is not None
         d = batch.ref - view.logps
         penalty = kl_penalty(d, spec.kl_estimator, spec.log_ratio_clamp, spec.kl_clamp)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.integrations.models import LanguageModelHead, causal_lm
+from fused_grpo.linear_support import linear_support
 from fused_grpo.loss import GRPOLossOutput, grpo_loss, linear_logprobs
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rollout import Sample, positions
@@ -30,6 +31,8 @@ class MicroBatch:
             optimizer step, per process.
         old_logps, ref_logps: [B, T], or None where they are not needed.
         sampling_logps: [B, T] as the sampler computed them, or None.
+        reference: hidden states [B, T, H] and head of the reference, where the loss needs them.
+        support_ids: [B, T, K] what the sampler kept, where the policy has moved since.
     """
 
     input_ids: Tensor
@@ -43,6 +46,8 @@ class MicroBatch:
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     sampling_logps: Tensor | None = None
+    reference: tuple[Tensor, LanguageModelHead] | None = None
+    support_ids: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -50,6 +55,24 @@ class MicroBatch:
     def predicting(self, hidden: Tensor) -> Tensor:
         """[B, T, H] of [B, P + T - 1, H]: the states that predict the completion's tokens."""
         return hidden[:, -self.completion_ids.shape[1] :]
+
+    def support(self, args: GRPOConfig) -> dict[str, Any]:
+        """The sampler's support: its ids, or the rules, while the policy is still the sampler."""
+        if self.support_ids is not None:
+            return {"support_ids": self.support_ids}
+        return {f"support_{name}": value for name, value in args.sampler_support.items()}
+
+    def reference_head(self) -> dict[str, Any]:
+        if self.reference is None:
+            return {}
+        hidden, head = self.reference
+        return {
+            "ref_hidden": hidden,
+            "ref_weight": head.weight,
+            "ref_bias": head.bias,
+            "ref_logit_scale": head.logit_scale,
+            "ref_softcap": head.softcap,
+        }
 
     def model_inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """Keywords for the model's forward; positions count from the first token of the prompt."""
@@ -123,6 +146,8 @@ def loss_of(
             sampling_per_token_logps=batch.sampling_logps if spec.needs_sampler else None,
             entropy=True,
             temperature=args.temperature,
+            **batch.reference_head(),
+            **batch.support(args),
             **head.options,
             **options,
             **sums,
@@ -161,7 +186,33 @@ def logps_of(batch: MicroBatch, args: GRPOConfig) -> Callable[[Tensor, LanguageM
             targets,
             temperature=args.temperature,
             ignore_index=IGNORE_INDEX,
+            **batch.support(args),
             **head.options,
         ).logps
 
     return head_fn
+
+
+def support_of(
+    batch: MicroBatch, args: GRPOConfig
+) -> Callable[[Tensor, LanguageModelHead], Tensor]:
+    """A `head_fn`: [B, T, K] the ids that the sampler kept, -1 where a token does not count."""
+
+    def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
+        return linear_support(
+            batch.predicting(hidden),
+            head.weight,
+            mask=batch.completion_mask,
+            temperature=args.temperature,
+            **args.sampler_support,
+            **head.options,
+        )
+
+    return head_fn
+
+
+def states_of(
+    batch: MicroBatch,
+) -> Callable[[Tensor, LanguageModelHead], tuple[Tensor, LanguageModelHead]]:
+    """A `head_fn`: the states [B, T, H] that predict the completion, and their head."""
+    return lambda hidden, head: (batch.predicting(hidden), head)

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from fused_grpo.advantages import AGGREGATIONS, ESTIMATORS
+from fused_grpo.kl import HEAD_KL
 from fused_grpo.trainer.loss_args import LossArguments, arg
 
 # what the trainer sets itself, or what would hide where a completion ends
@@ -20,6 +22,10 @@ RESERVED_GENERATION_KWARGS = frozenset(
     | {"max_new_tokens", "num_return_sequences", "num_beams", "return_dict_in_generate"}
     | {"stop_strings", "stopping_criteria"}
 )
+
+
+# the estimators that scale_rewards applies to
+SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 @dataclass
@@ -59,9 +65,13 @@ class GRPOConfig(LossArguments, TrainingArguments):
     num_generations: int = arg(8, "Completions per prompt: the group size G.")
     max_completion_length: int = arg(256, "Longest completion, in tokens.")
     temperature: float = arg(1.0, "Of sampling, and of the log-probabilities in the loss.")
-    top_p: float = arg(1.0, "Nucleus sampling; the loss still takes the whole distribution.")
+    top_p: float = arg(1.0, "Nucleus sampling; see keep_sampling_mask.")
     top_k: int = arg(0, "Sample from the k likeliest tokens only; 0: from all.")
     min_p: float | None = arg(None, "Drop tokens below this share of the likeliest one.")
+    keep_sampling_mask: bool = arg(
+        False,
+        "Take log-probabilities over the tokens that top_k, top_p and min_p left to the sampler.",
+    )
     repetition_penalty: float = arg(1.0, "Above 1: discourage repetition. 1: off.")
     generation_kwargs: dict[str, Any] | str | None = arg(
         None, "More keywords of `model.generate`, such as eos_token_id."
@@ -83,13 +93,22 @@ class GRPOConfig(LossArguments, TrainingArguments):
     scale_rewards: str = arg(
         "group", "What divides the advantages: the std of the 'group' or the 'batch', or 'none'."
     )
+    advantage_estimator: str = arg(
+        "grpo",
+        "grpo, dr_grpo, rloo, rloo_std, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo, "
+        "opo, remax, pass_at_k, maxrl or gpg; all but grpo and pass_at_k have their own scale.",
+    )
+    multi_objective_aggregation: str = arg(
+        "sum_then_normalize",
+        "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO).",
+    )
 
     def __post_init__(self) -> None:
         # before the parent, which reads the environment and starts devices
         self._check_numbers()
         if isinstance(self.scale_rewards, bool):  # TRL allows both
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        _choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        self._check_advantages()
         if self.remove_unused_columns:
             raise ValueError(
                 "remove_unused_columns=True would keep the columns from the reward functions"
@@ -104,6 +123,26 @@ class GRPOConfig(LossArguments, TrainingArguments):
         self._check_batch()
 
     @property
+    def sampler_support(self) -> dict[str, Any]:
+        """What `linear_support` takes to find the sampler's support; empty if it is not kept."""
+        given = {
+            "top_k": self.top_k or None,
+            "top_p": self.top_p if self.top_p < 1 else None,
+            "min_p": self.min_p or None,
+        }
+        return {k: v for k, v in given.items() if v is not None and self.keep_sampling_mask}
+
+    @property
+    def reuses_samples(self) -> bool:
+        """Whether the policy moves between sampling a completion and the last use of it."""
+        return self.num_iterations > 1 or self.generation_steps > self.gradient_accumulation_steps
+
+    @property
+    def needs_reference_states(self) -> bool:
+        """Whether the reference's log-probabilities depend on what the loss computes."""
+        return self.beta > 0 and (self.kl_estimator in HEAD_KL or self.keep_sampling_mask)
+
+    @property
     def generation_steps(self) -> int:
         """Micro-batches sampled at once."""
         return self.steps_per_generation or self.gradient_accumulation_steps
@@ -112,6 +151,34 @@ class GRPOConfig(LossArguments, TrainingArguments):
     def generation_batch_size(self) -> int:
         """Completions sampled at once, over all processes."""
         return self.per_device_train_batch_size * self.generation_steps * self.world_size
+
+    @property
+    def advantage_options(self) -> dict[str, Any]:
+        """The options of `multi_reward_advantages` that stay the same in every step."""
+        options: dict[str, Any] = {
+            "weights": self.reward_weights,
+            "aggregation": self.multi_objective_aggregation,
+            "estimator": self.advantage_estimator,
+        }
+        if self.advantage_estimator in SCALED:
+            options["scale"] = self.scale_rewards
+        return options
+
+    def _check_advantages(self) -> None:
+        _choice("scale_rewards", self.scale_rewards, ("group", "batch", "none"))
+        _choice("advantage_estimator", self.advantage_estimator, (*ESTIMATORS, "gdpo"))
+        aggregation = self.multi_objective_aggregation
+        _choice("multi_objective_aggregation", aggregation, AGGREGATIONS)
+        if self.scale_rewards != "group" and self.advantage_estimator not in SCALED:
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} does not apply to advantage_estimator="
+                f"{self.advantage_estimator!r}, only to {', '.join(SCALED)}"
+            )
+        if self.advantage_estimator == "remax" and aggregation != AGGREGATIONS[0]:
+            raise ValueError(
+                f"multi_objective_aggregation={aggregation!r} does not apply to remax, whose "
+                "baseline is the sum of the rewards of one greedy completion"
+            )
 
     def _check_numbers(self) -> None:
         for name, low in (
@@ -130,6 +197,12 @@ class GRPOConfig(LossArguments, TrainingArguments):
         if self.min_p is not None:
             _number("min_p", self.min_p, lambda x: 0 <= x <= 1, "in [0, 1], or None")
         _number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "> 0")
+        if self.keep_sampling_mask and (self.repetition_penalty != 1 or not self.sampler_support):
+            raise ValueError(
+                f"keep_sampling_mask=True with top_k={self.top_k}, top_p={self.top_p}, min_p="
+                f"{self.min_p}, repetition_penalty={self.repetition_penalty}: it needs one of the "
+                "first three, and no penalty, which changes what they leave"
+            )
         _number("epsilon", self.epsilon, lambda x: 0 <= x < 1, "in [0, 1)")
         for weight in self.reward_weights or ():
             _number("reward_weights", weight, math.isfinite, "finite")

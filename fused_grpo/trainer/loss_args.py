@@ -59,7 +59,12 @@ class LossArguments:
     )
     top_entropy_quantile: float = arg(1.0, "Share of tokens that learn, by entropy.")
     beta: float = arg(0.0, "Coefficient of the KL to the reference; 0 loads no reference.")
-    kl_estimator: str = arg("k3", "k1, k2, k3, abs; k1+, k3+, abs+; k1_score, k2_score, k3_score.")
+    kl_estimator: str = arg(
+        "k3",
+        "k1, k2, k3, abs; k1+, k3+, abs+; k1_score, k2_score, k3_score; 'full' or 'top_k' from the "
+        "whole vocabulary.",
+    )
+    kl_top_k: int | None = arg(None, "Entries of kl_estimator='top_k' beside the rest.")
     kl_clamp: float | None = arg(None, "The KL of a token is clamped to +- this.")
     use_bias_correction_kl: bool = arg(False, "Multiply the KL by the ratio (DeepSeek-V3.2).")
     entropy_coef: float = arg(0.0, "Coefficient of the entropy bonus.")

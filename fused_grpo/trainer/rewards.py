@@ -80,13 +80,6 @@ def score(
     return rewards.to(sample.completion_ids.device)
 
 
-def total_reward(rewards: Tensor, weights: Sequence[float] | None) -> Tensor:
-    """[B, F] -> [B]: the weighted sum of the valid ones, NaN where there are none."""
-    w = torch.ones(rewards.shape[1]) if weights is None else torch.tensor(weights)
-    total = (rewards * w.to(rewards)).nansum(1)
-    return torch.where(rewards.isnan().all(1), math.nan, total)
-
-
 def _checked(values: Any, func: RewardFunc, batch: dict[str, list[Any]]) -> Tensor:
     name, expected = reward_name(func), len(batch["prompts"])
     if isinstance(values, Tensor):

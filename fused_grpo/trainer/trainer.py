@@ -19,12 +19,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ProgressCallback, Trainer
 
-from fused_grpo.advantages import group_relative_advantages
+from fused_grpo.advantages import multi_reward_advantages, weighted_sum
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import setup
-from fused_grpo.trainer.batches import MicroBatch, grouped, logps_of, loss_of, split
+from fused_grpo.trainer.batches import (
+    MicroBatch,
+    grouped,
+    logps_of,
+    loss_of,
+    split,
+    states_of,
+    support_of,
+)
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import (
     MetricLog,
@@ -33,11 +41,13 @@ from fused_grpo.trainer.metrics import (
     completion_metrics,
     reward_metrics,
 )
-from fused_grpo.trainer.rewards import RewardFunc, reward_name, score, total_reward
+from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sample, Sampler
 from fused_grpo.trainer.sampler import GroupSampler
 
 ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
+# the estimators that count a completion as often as it has tokens
+TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 class GRPOTrainer(Trainer):
@@ -246,7 +256,9 @@ class GRPOTrainer(Trainer):
         args = self.args
         prompts, copies = grouped([row["prompt"] for row in rows])
         sample = self.sampler(self.model, prompts, copies)
-        advantages = self._advantages(score(self.reward_funcs, rows, sample, self.processing_class))
+        rewards = score(self.reward_funcs, rows, sample, self.processing_class)
+        greedy = self._greedy_rewards(rows, prompts, copies) if self._needs_greedy else None
+        advantages = self._advantages(rewards, sample.completion_mask.sum(1), greedy)
         counted = sample.completion_mask
         if args.mask_truncated_completions:
             counted = counted & sample.ended[:, None]
@@ -263,35 +275,57 @@ class GRPOTrainer(Trainer):
             gathered = self.accelerator.gather(local[None]).sum(0) / args.world_size
             for batch in step:
                 batch.num_items, batch.num_rows, batch.num_nonempty = gathered
+                if args.sampler_support and args.reuses_samples:
+                    batch.support_ids = self._at_head(self.model, batch, support_of(batch, args))
                 # the policy moves before this batch is used, or something compares with it
                 if args.generation_steps > steps or args.needs_old:
-                    batch.old_logps = self._logps(self.model, batch)
-                if args.beta > 0:
-                    batch.ref_logps = self._reference_logps(batch)
+                    batch.old_logps = self._at_head(self.model, batch, logps_of(batch, args))
+                if args.needs_reference_states:
+                    batch.reference = self._at_reference(batch, states_of(batch))
+                elif args.beta > 0:
+                    batch.ref_logps = self._at_reference(batch, logps_of(batch, args))
         return batches
 
-    def _advantages(self, rewards: Tensor) -> Tensor:
-        """[B] of this process; groups may span processes, so that the rewards of all count."""
+    def _advantages(self, rewards: Tensor, lengths: Tensor, greedy: Tensor | None = None) -> Tensor:
+        """[B] of this process; groups may span processes, so that the rewards of all count.
+
+        `lengths` [B] in tokens, `greedy` [B] the reward of each prompt's greedy completion.
+        """
         args = self.args
         rewards = self.accelerator.gather(rewards)
-        total = total_reward(rewards, args.reward_weights)
+        total = weighted_sum(rewards, args.reward_weights)
         self._metrics.add(reward_metrics(rewards, total, self._names(), args.num_generations))
-        advantages = group_relative_advantages(
-            total, args.num_generations, scale=args.scale_rewards
-        )
+        options = args.advantage_options
+        if args.advantage_estimator in TOKEN_WEIGHTED:
+            options["lengths"] = self.accelerator.gather(lengths)
+        if greedy is not None:
+            options["greedy_rewards"] = self.accelerator.gather(greedy)[:: args.num_generations]
+        advantages = multi_reward_advantages(rewards, args.num_generations, **options)
         return advantages.chunk(args.world_size)[args.process_index]
 
-    @torch.no_grad()
-    def _logps(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """[B, T] log-probabilities of the completions at the sampling temperature."""
-        model.eval()
-        return model(**batch.model_inputs(model), head_fn=logps_of(batch, self.args))
+    @property
+    def _needs_greedy(self) -> bool:
+        return self.args.advantage_estimator == "remax"
 
-    def _reference_logps(self, batch: MicroBatch) -> Tensor:
+    def _greedy_rewards(
+        self, rows: list[dict[str, Any]], prompts: list[Any], copies: int
+    ) -> Tensor:
+        """[B] the weighted reward of one greedy completion of each row's prompt (ReMax)."""
+        sample = self.sampler(self.model, prompts, greedy=True)
+        rewards = score(self.reward_funcs, rows[::copies], sample, self.processing_class)
+        return weighted_sum(rewards, self.args.reward_weights).repeat_interleave(copies)
+
+    @torch.no_grad()
+    def _at_head(self, model: nn.Module, batch: MicroBatch, head_fn: Any) -> Any:
+        """What `head_fn` makes of the hidden states of a micro-batch and the head."""
+        model.eval()
+        return model(**batch.model_inputs(model), head_fn=head_fn)
+
+    def _at_reference(self, batch: MicroBatch, head_fn: Any) -> Any:
         if self.reference is not None:
-            return self._logps(self.reference, batch)
+            return self._at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():
-            return self._logps(self.model, batch)
+            return self._at_head(self.model, batch, head_fn)
 
     def _log_sample(self, sample: Sample) -> None:
         lengths = self.accelerator.gather(sample.completion_mask.sum(1))
@@ -325,7 +359,7 @@ class GRPOTrainer(Trainer):
             return {name: value for part in parts for name, value in part.items()}
         start = time.perf_counter()
         rewards, lengths, ended = self._greedy(dataset)
-        total = total_reward(rewards, self.args.reward_weights)
+        total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {
             **reward_metrics(rewards, total, self._names(), None),
             **completion_metrics(lengths, ended),

@@ -1,0 +1,123 @@
+"""What goes into a pass over the head, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from fused_grpo.support import Support
+from fused_grpo.tiles import Head
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens to project: where their hidden states are, and what they should predict."""
+
+    hidden: Tensor  # [..., H], one or two leading dimensions, any strides
+    index: Tensor  # [n] int64, positions in the flattened leading dimensions
+    target: Tensor  # [n] int64, in [0, V)
+    temperature: Tensor | float  # [n] or scalar
+    support: Support | None = None  # None: the whole vocabulary
+
+    def rows(self, span: slice) -> Tensor:
+        """[c, H] hidden states of a span of tokens; copies that span only, whatever the strides."""
+        index = self.index[span]
+        if self.hidden.dim() == 2:
+            return self.hidden[index]
+        width = self.hidden.shape[1]
+        return self.hidden[index // width, index % width]
+
+    def temperatures(self, span: slice, like: Tensor) -> Tensor | float:
+        """[c, 1], or the one number of all."""
+        if isinstance(self.temperature, Tensor):
+            return self.temperature[span].to(like.dtype)[:, None]
+        return self.temperature
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A second head over the same vocabulary, for the same tokens, without gradients.
+
+    Its log-probabilities come out with the policy's. `full` and `top_k` say which divergence does,
+    see `divergence`; at most one of them.
+    """
+
+    tokens: Tokens  # hidden [..., H_r]
+    head: Head  # weight [V, H_r]
+    full: bool = False
+    top_k: int | None = None
+
+    @property
+    def kl(self) -> bool:
+        return self.full or self.top_k is not None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What to compute beside the log-probabilities."""
+
+    hidden_grad: bool = False
+    weight_grad: bool = False
+    bias_grad: bool = False
+    entropy: bool = False
+    entropy_grad: bool = False
+    kl_grad: bool = False
+
+    @property
+    def any_grad(self) -> bool:
+        return self.hidden_grad or self.weight_grad or self.bias_grad
+
+
+@dataclass
+class TokenValues:
+    """Per-token results [n] in the order of `Tokens.index`; None where nothing asks for them."""
+
+    logps: Tensor
+    entropy: Tensor | None = None
+    ref_logps: Tensor | None = None
+    kl: Tensor | None = None
+    support_size: Tensor | None = None  # int64, entries that are kept
+    outside: Tensor | None = None  # bool, whether the target is outside, and kept nevertheless
+
+    def write(self, span: slice, part: TokenValues) -> None:
+        for name, value in vars(part).items():
+            if value is not None:
+                getattr(self, name)[span] = value
+
+
+@dataclass
+class HeadResult(TokenValues):
+    """The values, and gradients shaped like their tensors."""
+
+    hidden_grad: Tensor | None = None
+    weight_grad: Tensor | None = None
+    bias_grad: Tensor | None = None
+    weight_grad_written: bool = False  # before that it holds nothing yet
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """dL/dlogp, dL/dentropy and dL/dkl of some tokens [c]; None: 0."""
+
+    logps: Tensor
+    entropy: Tensor | None = None
+    kl: Tensor | None = None
+
+
+# (span, the values of its tokens) -> what the loss makes of them
+Coefficients = Callable[[slice, TokenValues], Upstream]
+
+
+def select_rows(record: T, kept: Tensor, but: Collection[str] = ()) -> T:
+    """A dataclass of per-token tensors [c, ...], with the rows at `kept` only."""
+    chosen = {
+        f.name: value[kept]
+        for f in fields(record)  # type: ignore[arg-type]
+        if f.name not in but and isinstance(value := getattr(record, f.name), Tensor)
+    }
+    return replace(record, **chosen)  # type: ignore[type-var]

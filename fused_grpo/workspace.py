@@ -1,0 +1,100 @@
+"""The buffers that the chunks of a pass share, and how large the chunks may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_grpo.gradients import product_dtype
+from fused_grpo.memory import ChunkPlan, Extra, plan_chunks
+from fused_grpo.passes import Needs, Reference, Tokens
+from fused_grpo.tiles import Head, compute_dtype
+
+
+def plan_pass(
+    tokens: Tokens, head: Head, needs: Needs, chunk_bytes: int, reference: Reference | None = None
+) -> ChunkPlan:
+    """The chunks of a pass; something is kept per vocabulary entry for gradients, and for supports
+    that are found in all logits of a token."""
+    (vocab, width), dtype = head.weight.shape, compute_dtype(tokens.hidden, head.weight)
+    stored = 0
+    if _keeps_entries(tokens, needs):
+        stored = _stored_dtype(tokens, head, needs).itemsize
+    if _keeps_deltas(needs, reference):
+        stored += dtype.itemsize
+    extra = _extra(tokens, reference)
+    n = tokens.index.numel()
+    return plan_chunks(chunk_bytes, vocab, width, stored, dtype.itemsize, extra, n)
+
+
+def _keeps_entries(tokens: Tokens, needs: Needs) -> bool:
+    return needs.any_grad or (tokens.support is not None and tokens.support.needs_logits)
+
+
+def _keeps_deltas(needs: Needs, reference: Reference | None) -> bool:
+    return needs.any_grad and needs.kl_grad and reference is not None and reference.full
+
+
+def _stored_dtype(tokens: Tokens, head: Head, needs: Needs) -> torch.dtype:
+    """Softmaxes wait as operands of the products, unless more is made of them, or of the logits."""
+    exact = needs.entropy_grad or needs.kl_grad or head.softcap is not None
+    if exact or (tokens.support is not None and tokens.support.needs_logits):
+        return compute_dtype(tokens.hidden, head.weight)
+    return product_dtype(tokens.hidden, head.weight)
+
+
+def _extra(tokens: Tokens, reference: Reference | None) -> Extra:
+    ids = tokens.support.ids if tokens.support is not None else None
+    kept = 0 if ids is None else ids.shape[1]
+    needs_logits = tokens.support is not None and tokens.support.needs_logits
+    width = top_k = 0
+    if reference is not None:
+        width = reference.head.weight.shape[1]
+        top_k = reference.top_k or 0
+    return Extra(width, top_k, kept, needs_logits, tokens.support is not None)
+
+
+class WeightTiles:
+    """The weight of a head [V, H], a tile at a time, in the dtype of the logits."""
+
+    def __init__(self, hidden: Tensor, head: Head, tile: int) -> None:
+        dtype = compute_dtype(hidden, head.weight)
+        self.weight = head.weight
+        self._converted = None
+        if self.weight.dtype != dtype:
+            self._converted = self.weight.new_empty(tile, self.weight.shape[1], dtype=dtype)
+
+    def __call__(self, v: slice) -> Tensor:
+        """[v, H]; valid until the next call."""
+        if self._converted is None:
+            return self.weight[v]
+        return self._converted[: v.stop - v.start].copy_(self.weight[v])
+
+
+@dataclass
+class Workspace:
+    """Buffers of a pass."""
+
+    tile: int
+    weight_tile: WeightTiles
+    ref_weight_tile: WeightTiles | None
+    exps: Tensor | None  # [c, V] softmaxes of the tiles; logits before that, for some supports
+    deltas: Tensor | None  # [c, V] see `ReferenceTiles`
+
+    @staticmethod
+    def allocate(
+        plan: ChunkPlan, tokens: Tokens, head: Head, needs: Needs, reference: Reference | None
+    ) -> Workspace:
+        shape = (min(tokens.index.numel(), plan.tokens), head.weight.shape[0])
+        exps = deltas = ref_weight_tile = None
+        if _keeps_entries(tokens, needs):
+            exps = head.weight.new_empty(shape, dtype=_stored_dtype(tokens, head, needs))
+        if _keeps_deltas(needs, reference):
+            dtype = compute_dtype(tokens.hidden, head.weight)
+            deltas = head.weight.new_empty(shape, dtype=dtype)
+        if reference is not None:
+            ref_weight_tile = WeightTiles(reference.tokens.hidden, reference.head, plan.tile)
+        weight_tile = WeightTiles(tokens.hidden, head, plan.tile)
+        return Workspace(plan.tile, weight_tile, ref_weight_tile, exps, deltas)
