@@ -118,7 +118,7 @@ def plan_chunks(
         chunk_bytes = DEFAULT_CHUNK_BYTES
     chunk_bytes -= chunk_bytes // 5
     chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
-    weight_share = chunk_bytes // 5  # the tiles of the weights get at most this
+    weight_share = chunk_bytes // 6  # the tiles of the weights get at most this
     tile = min(_MAX_TILE, weight_share // ((2 * width + extra.ref_width) * itemsize))
     tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
 
@@ -133,7 +133,10 @@ def plan_chunks(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     low = low if stored else min(low, _FORWARD_TOKENS)
-    return ChunkPlan(low - low % 8 if low > 8 else low, tile)
+    low = low - low % 8 if low > 8 else low
+    if tokens > low:  # chunks of one size: a small last one costs nearly as much as a whole one
+        low = math.ceil(tokens / math.ceil(tokens / low))
+    return ChunkPlan(low, tile)
 
 
 def triton_bytes_used(
