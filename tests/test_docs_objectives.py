@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fused_grpo import LossSpec
+from fused_grpo.advantages import ESTIMATORS as ADVANTAGES
 from fused_grpo.aggregation import PRESETS, SCHEMES
 from fused_grpo.corrections import CORRECTIONS
 from fused_grpo.kl import ESTIMATORS
@@ -18,7 +19,8 @@ from fused_grpo.objectives import LOSS_TYPES
 from fused_grpo.ratios import LEVELS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| `")]
+OBJECTIVES = PAGE.partition("## Objectives")[2].partition("### On top")[0]
+ROWS = [line for line in OBJECTIVES.splitlines() if line.startswith("| `")]
 
 
 @pytest.mark.parametrize("name", formulas.POLICY)
@@ -37,7 +39,7 @@ def test_one_line_per_objective(name: str) -> None:
 
 
 def test_every_name_is_there() -> None:
-    names = {*SCHEMES, *PRESETS, *CORRECTIONS, *ESTIMATORS}
+    names = {*SCHEMES, *PRESETS, *CORRECTIONS, *ESTIMATORS, *ADVANTAGES}
     names |= {f.name for f in fields(LossSpec)}
     assert not {name for name in names if f"`{name}`" not in PAGE}
     assert not {level for level in LEVELS if f'"{level}"' not in PAGE}
