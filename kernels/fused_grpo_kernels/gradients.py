@@ -189,6 +189,7 @@ def cases(target: Target) -> Iterator[KernelCase]:
     for stored, written, flags in (
         ("bf16", "bf16", ()),
         ("bf16", "bf16", ("COMPACT",)),
+        ("bf16", "bf16", everything),
         ("fp32", "bf16", everything),
         ("fp32", "fp32", everything),
     ):

@@ -42,14 +42,14 @@ def target_kernel(
     y = tl.load(target + rows, mask=live, other=0)
     k = tl.arange(0, BK)
     a_at = hidden + rows.to(tl.int64)[:, None] * stride_h + k[None, :]
-    b_at = weight + y.to(tl.int64)[:, None] * stride_w
+    b_at = weight + y.to(tl.int64)[:, None] * stride_w + k.to(tl.int64)[None, :] * stride_k
     x = tl.zeros((BM, BK), dtype=tl.float32)
     for start in range(0, width, BK):
         inside = live[:, None] & (start + k < width)[None, :]
         a = tl.load(a_at + start, mask=inside, other=0.0).to(tl.float32)
-        b_k = (start + k).to(tl.int64)[None, :] * stride_k
-        b = tl.load(b_at + b_k, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(b_at, mask=inside, other=0.0).to(tl.float32)
         x += a * b
+        b_at += BK * stride_k
     z = tl.sum(x, 1)
     if bias is not None:
         z += tl.load(bias + y, mask=live, other=0.0)
