@@ -389,7 +389,7 @@ def test_the_corrected_kl_keeps_its_gradient_where_its_parts_cancel():
 
 
 @triton.jit
-def _clip(ratio, a, value, slope, low, high, delta, dual, F: tl.constexpr, N: tl.constexpr):
+def _surrogate(ratio, a, value, slope, low, high, delta, dual, F: tl.constexpr, N: tl.constexpr):
     t = tl.arange(0, N)
     r, x = tl.load(ratio + t), tl.load(a + t)
     v, s, _, _, _ = F(x, x, r, r, x, low, high, delta, dual)
@@ -422,9 +422,24 @@ def test_ties_and_bounds_have_the_gradient_of_torch(delta, dual):
     (slope,) = torch.autograd.grad(want.sum(), leaf)
     got, got_slope = torch.empty_like(a), torch.empty_like(a)
     bound = (1 - spec.epsilon_low, 1 + spec.upper, delta, dual)
-    _clip[(1,)](leaf.detach(), a, got, got_slope, *bound, policy.clip, a.numel())
+    _surrogate[(1,)](leaf.detach(), a, got, got_slope, *bound, policy.clip, a.numel())
     torch.testing.assert_close(got, want.detach(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(got_slope, slope, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_mask_of_importance_sampling_takes_its_bounds_in():
+    bounds = torch.tensor([0.75, 1.25], dtype=torch.float32)  # exact in fp32
+    ratio = torch.cat([bounds.nextafter(bounds - 1), bounds, bounds.nextafter(bounds + 1)])
+    ratio = torch.cat([ratio, torch.tensor([1.0, math.nan])]).to(DEVICE)
+    a = torch.full_like(ratio, 1.5)
+    spec = LossSpec(loss_type="masked_importance_sampling", epsilon_low=0.25, epsilon_high=0.25)
+    tokens = SimpleNamespace(ratio=ratio, advantages=a, logps=a)
+    want = surrogates.masked_importance_sampling(tokens, spec)
+    got, slope = torch.empty_like(a), torch.empty_like(a)
+    how = (0.75, 1.25, None, None, policy.masked_importance_sampling, a.numel())
+    _surrogate[(1,)](ratio, a, got, slope, *how)
+    assert (want == 0).sum() == 4
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_expm1_and_k3_are_accurate_near_zero_and_everywhere():
