@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -11,62 +11,79 @@ from torch import Tensor
 
 from fused_grpo.aggregation import OVER, PER, Divisors, as_scalar
 from fused_grpo.batch import TokenBatch
-from fused_grpo.objectives import LossSpec, Objective
+from fused_grpo.objectives import LossSpec, Objective, surrogates
 from fused_grpo.passes import TokenValues, Upstream
-from fused_grpo.ratios import clamp_log_ratio
 
 if TYPE_CHECKING:
     from fused_grpo_kernels import policy as kernel
 
+Numbers = tuple[float | None, ...]
+
+# The surrogates that have a closed form in the kernel, and the numbers that it takes.
+NUMBERS: dict[Callable[..., Tensor], Callable[[LossSpec], Numbers]] = {
+    surrogates.clip: lambda s: (1 - s.epsilon_low, 1 + s.upper, s.delta, s.dual_clip),
+    surrogates.cispo: lambda s: (s.option("ratio_min"), s.option("ratio_max")),
+    surrogates.sapo: lambda s: (s.sapo_temperature_pos, s.sapo_temperature_neg),
+    surrogates.reinforce: lambda s: (),
+    surrogates.importance_sampling: lambda s: (),
+    surrogates.masked_importance_sampling: lambda s: (1 - s.epsilon_low, 1 + s.upper),
+    surrogates.dppo_tv: lambda s: (*_divergences(s), s.option("ratio_max")),
+    surrogates.prime: lambda s: (*_divergences(s), s.option("log_ratio_penalty")),
+    surrogates.prime_ipo: lambda s: (s.option("divergence_high"), s.option("log_ratio_penalty")),
+    surrogates.dro: lambda s: (s.option("log_ratio_penalty"),),
+}
+
+
+def _divergences(spec: LossSpec) -> Numbers:
+    return spec.option("divergence_low"), spec.option("divergence_high")
+
+
 # Options that the kernel honours; any other keeps it out unless it has its default value. The same
 # for the fields of a batch, unless they are None.
-KNOWN_OPTIONS = {
-    "loss_type",
-    "importance_sampling_level",
-    "epsilon_low",
-    "epsilon_high",
-    "delta",
-    "beta",
-    "use_bias_correction_kl",
-    "entropy_coef",
-    "log_ratio_clamp",
-    "num_items_in_batch",
-    "max_completion_length",
-    "aggregation",
-    "num_sequences",
+HONOURED = {
+    *("loss_type", "importance_sampling_level", "log_ratio_clamp", "beta", "entropy_coef"),
+    *("use_bias_correction_kl", "num_items_in_batch", "max_completion_length"),
+    *("aggregation", "num_sequences"),
+    *("epsilon_low", "epsilon_high", "delta", "dual_clip", "ratio_min", "ratio_max"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "divergence_low", "divergence_high"),
+    "log_ratio_penalty",
 }
-# Names of torch surrogates in `objectives` that have a closed form in the kernel, and schemes of
-# weights that it forms itself; it is given those of other schemes.
-KNOWN_SURROGATES = {"clip"}
-KNOWN_LEVELS = {"token", "sequence"}
-KNOWN_FIELDS = {
-    *("index", "target", "sequence", "lengths", "shape"),
-    *("advantages", "old", "ref", "weight_is", "counted", "spans"),
+FIELDS = {
+    *("index", "target", "sequence", "lengths", "shape", "advantages", "old", "ref", "weight_is"),
+    *("counted", "spans", "token_weights", "group_ids"),
+}
+# What torch computes as well where some tokens do not count: what is known before the head runs,
+# and a call without gradients, are evaluated there.
+CAPACITY_LEVELS = {"token", "sequence"}
+CAPACITY_TENSORS = {
+    *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "token_weights"),
 }
 
 
-def unknown_option(spec: LossSpec) -> str | None:
-    """An option that the kernel does not know and that has an effect, or None."""
+def unknown_loss(spec: LossSpec) -> str | None:
+    """What of a loss the kernel does not know and has an effect, or None."""
     for option in fields(spec):
         value, default = getattr(spec, option.name), option.default
         same = value is default or (not isinstance(value, Tensor) and value == default)
-        if option.name not in KNOWN_OPTIONS and not same:
+        if option.name not in HONOURED and not same:
             return f"the policy kernel does not know {option.name}={value!r}"
+    row = spec.row
+    known = any(row.surrogate is surrogate for surrogate in NUMBERS)
+    if not known or row.folds_weight or row.entropy:
+        return f"loss_type={spec.loss_type!r} has no closed form in the policy kernel"
+    if spec.level != "token" and spec.option("log_ratio_penalty") is not None:
+        return f"the policy kernel has no penalty on log-ratios of level {spec.level!r}"
     return None
 
 
 def unsupported(spec: LossSpec, batch: TokenBatch) -> str | None:
     """Why the kernel cannot take this loss, or None. What it does not know stays in torch."""
-    reason = unknown_option(spec)
+    reason = unknown_loss(spec)
     if reason is not None:
         return reason
     for part in fields(batch):
-        if part.name not in KNOWN_FIELDS and getattr(batch, part.name) is not None:
+        if part.name not in FIELDS and getattr(batch, part.name) is not None:
             return f"the policy kernel does not know {part.name} of a batch"
-    if spec.row.surrogate.__name__ not in KNOWN_SURROGATES:
-        return f"loss_type={spec.loss_type!r} has no closed form in the policy kernel"
-    if spec.level not in KNOWN_LEVELS:
-        return f"the policy kernel has no level {spec.level!r}"
     if batch.advantages.dtype != torch.float32:
         return f"the policy kernel computes in fp32, the batch is {batch.advantages.dtype}"
     if batch.index.numel() == 0:
@@ -76,15 +93,12 @@ def unsupported(spec: LossSpec, batch: TokenBatch) -> str | None:
 
 def fixed_capacity(spec: LossSpec, tensors: Mapping[str, Tensor | None]) -> None:
     """ValueError for a loss that needs to know how many tokens count (`compact=False`)."""
-    known = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
-    more = [name for name, x in tensors.items() if x is not None and name not in known]
-    reason = f"{more[0]} is given" if more else unknown_option(spec)
-    if reason is None and spec.row.surrogate.__name__ not in KNOWN_SURROGATES:
-        reason = f"loss_type={spec.loss_type!r} is another"
-    if reason is None and spec.level not in KNOWN_LEVELS:
+    more = [name for name, x in tensors.items() if x is not None and name not in CAPACITY_TENSORS]
+    reason = f"{more[0]} is given" if more else unknown_loss(spec)
+    if reason is None and spec.level not in CAPACITY_LEVELS:
         reason = f"the level is {spec.level!r}"
-    if reason is None and spec.scheme.over not in ("local_tokens", "tokens", "sequences"):
-        reason = f"the weights divide by {spec.scheme.over!r}"
+    if reason is None and spec.scheme.per == "group":
+        reason = "the weights divide by groups"
     if reason is not None:
         raise ValueError(f"compact=False knows only what the policy kernel does: {reason}")
 
@@ -112,19 +126,15 @@ class KernelObjective(Objective):
 
     def evaluate(self, span: slice, values: TokenValues) -> tuple[Tensor, Upstream]:
         """See `Objective.evaluate`; the launch forms all of it."""
-        batch, fresh = self.batch[span], self._fresh is not None
-        offsets = None
-        if self.spec.level == "sequence" and not fresh:
-            bounds = torch.arange(batch.lengths.numel() + 1, device=batch.lengths.device)
-            offsets = torch.searchsorted(batch.sequence, bounds)
+        fresh = self._fresh
         out = self._kernel.policy_terms(
-            self._inputs(batch, values.logps, values.entropy, offsets),
+            self._inputs(self.batch[span], values.logps, values.entropy),
             self._weights(span),
             self._options(),
-            apart=fresh,
+            apart=fresh is not None,
         )
         self._partials[span.start or 0], self._sums = out.partials, None
-        g = out.g if self._fresh is None else out.g + self._fresh.g[span]
+        g = out.g if fresh is None else out.g + fresh.g[span]
         if self._e is not None and out.g_entropy is not None:
             self._e[span] = out.g_entropy
         return out.loss, Upstream(g, self.entropy_gradient(span))
@@ -144,10 +154,6 @@ class KernelObjective(Objective):
             return torch.where(sums["count"] > 0, sums[name], 0)
 
         out = {
-            "clip_ratio/low_mean": mean["clip_low"],
-            "clip_ratio/high_mean": mean["clip_high"],
-            # no token is both: one has A < 0, the other A > 0
-            "clip_ratio/region_mean": mean["clip_low"] + mean["clip_high"],
             "ratio/mean": mean["ratio"],
             "ratio/min": extreme("ratio_min"),
             "ratio/max": extreme("ratio_max"),
@@ -158,21 +164,27 @@ class KernelObjective(Objective):
             / (count * sums["ratio_squared"]).clamp_min(tiny),
             "num_tokens": sums["count"],
         }
+        if spec.row.clipped is not None:
+            out["clip_ratio/low_mean"] = mean["clip_low"]
+            out["clip_ratio/high_mean"] = mean["clip_high"]
+            # no token is both: one has A < 0, the other A > 0
+            out["clip_ratio/region_mean"] = mean["clip_low"] + mean["clip_high"]
         if spec.beta != 0:
-            assert self.batch.ref is not None
-            d = self.batch.select(self.batch.ref - values.logps)
-            beyond = clamp_log_ratio(d, spec.log_ratio_clamp) != d
             out["kl"] = mean["kl"]
-            out["kl/log_ratio_clamped"] = beyond.sum() / count
-            out["kl/clamped"] = torch.zeros_like(mean["kl"])
+            out["kl/log_ratio_clamped"] = mean["kl_clamped"]
+            out["kl/clamped"] = torch.zeros_like(mean["kl"])  # kl_clamp stays in torch
         if values.entropy is not None:
             out["entropy"] = mean["entropy"]
         if g is not None:
-            # a launch does not know the part that arrives through a sequence
-            by_token = spec.level == "token"
-            idle = mean["idle"] if by_token else (sums["count"] - (g != 0).sum()) / count
-            out["zero_coefficient_fraction"] = idle * (spec.entropy_coef == 0)
+            out["zero_coefficient_fraction"] = self._idle(g, sums, count)
         return out
+
+    def _idle(self, g: Tensor, sums: dict[str, Tensor], count: Tensor) -> Tensor:
+        if self.spec.level == "token":
+            return sums["idle"] / count
+        # a launch does not know the part that arrives through a sequence; what does not count is 0
+        busy = g != 0 if self._e is None else (g != 0) | (self._e != 0)
+        return (sums["count"] - busy.sum()) / count
 
     def _totals(self) -> dict[str, Tensor]:
         return self._named(self._whole())
@@ -187,12 +199,14 @@ class KernelObjective(Objective):
             self._sums = self._kernel.totals(parts[0] if len(parts) == 1 else torch.cat(parts))
         return self._sums
 
-    def _inputs(
-        self, batch: TokenBatch, logps: Tensor, entropy: Tensor | None, offsets: Tensor | None
-    ) -> kernel.Inputs:
+    def _inputs(self, batch: TokenBatch, logps: Tensor, entropy: Tensor | None) -> kernel.Inputs:
         def flat(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.detach().contiguous()
 
+        level, offsets = self.spec.level, None
+        if level != "token" and self._fresh is None:
+            bounds = torch.arange(batch.lengths.numel() + 1, device=logps.device)
+            offsets = torch.searchsorted(batch.sequence, bounds)
         return self._kernel.Inputs(
             logps=logps.detach().contiguous(),
             advantages=batch.advantages.contiguous(),
@@ -202,27 +216,26 @@ class KernelObjective(Objective):
             entropy=flat(entropy),
             counted=flat(batch.counted),
             offsets=offsets,
+            level=level,
         )
 
     def _weights(self, span: slice) -> kernel.Weights:
         batch, spec, weights = self.batch, self.spec, self._kernel.Weights
-        scheme = spec.scheme
-        if (scheme.per, scheme.over) == ("sequence", "sequences") and spec.num_sequences is None:
-            return weights(sequence=batch.sequence[span].contiguous(), lengths=batch.lengths)
-        if scheme.per not in ("token", "fixed"):
+        scheme, like = spec.scheme, batch.advantages
+        if batch.token_weights is not None or scheme.per == "group":
             return weights(given=self.weights[span].contiguous())
         given = Divisors(spec.num_items_in_batch, spec.num_sequences, spec.max_completion_length)
-        per, over = PER[scheme.per](batch, given), OVER[scheme.over](batch, given)
-        like = batch.advantages
-        return weights(divisor=as_scalar(per, like) * as_scalar(over, like))
+        over = as_scalar(OVER[scheme.over](batch, given), like)
+        if scheme.per == "sequence":
+            sequence = batch.sequence[span].contiguous()
+            return weights(divisor=over, sequence=sequence, lengths=batch.lengths)
+        return weights(divisor=over * as_scalar(PER[scheme.per](batch, given), like))
 
     def _options(self) -> kernel.Options:
         spec = self.spec
         return self._kernel.Options(
             surrogate=spec.row.surrogate.__name__,
-            low=1 - spec.epsilon_low,
-            high=1 + spec.upper,
-            delta=spec.delta,
+            numbers=NUMBERS[spec.row.surrogate](spec),
             beta=spec.beta or None,
             corrected=spec.use_bias_correction_kl,
             coef=spec.entropy_coef or None,

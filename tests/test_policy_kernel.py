@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_case
+from cases import Case, make_case
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from oracle import check, ours
+from oracle import TOLERANCE, Result, assert_gradient, assert_outputs_agree, check, ours
 from pairwise import pairwise
 from torch import Tensor
 
 from fused_grpo import grpo_loss, objectives, triton_policy
+from fused_grpo.aggregation import SCHEMES
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.objectives import LOSS_TYPES, LossSpec, LossType, Objective, TokenView, surrogates
 from fused_grpo.passes import TokenValues
+from fused_grpo.ratios import LEVELS
 from fused_grpo.reference import reference_policy_loss
 from fused_grpo.triton_policy import KernelObjective, make_objective, unsupported
 
@@ -139,16 +141,21 @@ def compare(
     got = run(KernelObjective(spec, flat), logps, entropy, spans)
     for dtype in dtypes:
         want = run(Objective(spec, batch.flat(dtype)[0]), *batch.flat(dtype)[1:])
-        for name, a, b in zip(("loss", "g", "e"), got, want, strict=False):
-            assert (a is None) == (b is None)
-            if a is not None:
-                # one ratio of e^20 must not hide what the others are
-                close(a, b, name) if name == "loss" else close_to_scale(a, b, name)
-        close(got[3], want[3], "total", 2 * TOL)
-        assert got[4].keys() == want[4].keys()
-        for name, value in want[4].items():
-            assert got[4][name].shape == ()
-            close(got[4][name], value, name, 2 * TOL)
+        agree(got, want)
+
+
+def agree(got: Any, want: Any) -> None:
+    """Two results of `run`."""
+    for name, a, b in zip(("loss", "g", "e"), got, want, strict=False):
+        assert (a is None) == (b is None)
+        if a is not None:
+            # one ratio of e^20 must not hide what the others are
+            close(a, b, name) if name == "loss" else close_to_scale(a, b, name)
+    close(got[3], want[3], "total", 2 * TOL)
+    assert got[4].keys() == want[4].keys()
+    for name, value in want[4].items():
+        assert got[4][name].shape == ()
+        close(got[4][name], value, name, 2 * TOL)
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -199,6 +206,98 @@ def test_kernel_agrees_with_torch_and_fp64_over_all_options(drawn, old, importan
         importance=importance,
     )
     compare(batch, spec)
+
+
+OBJECTIVES = [
+    (name, level)
+    for name, row in LOSS_TYPES.items()
+    for level in LEVELS
+    if row.surrogate in triton_policy.NUMBERS
+    and (level == "token" or "importance_sampling_level" in row.takes)
+]
+NEEDED = {"dro": {"log_ratio_penalty": 0.3}, "dr_grpo": {"max_completion_length": 9}}
+MORE = (
+    {},
+    {"beta": 0.1, "entropy_coef": 0.02, "dual_clip": 1.3},
+    {"beta": 0.1, "use_bias_correction_kl": True, "aggregation": "nonempty_sequence_mean"},
+)
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize(("name", "level"), OBJECTIVES)
+def test_every_objective_that_it_knows_agrees_with_torch_in_fp64(name, level, old):
+    row = LOSS_TYPES[name]
+    for seed, more in enumerate(MORE):
+        options = NEEDED.get(name, {}) | more
+        if "dual_clip" not in row.takes:
+            options.pop("dual_clip", None)
+        if "aggregation" in options:
+            options.pop("max_completion_length", None)
+        if level != "token":
+            options["importance_sampling_level"] = level
+        spec = LossSpec(loss_type=name, **options)
+        batch = make(
+            seed=seed,
+            old=RATIOS[:7] if old and spec.uses_old else None,
+            ref=RATIOS[:9] if spec.beta else None,
+            importance=seed == 1,
+        )
+        assert unsupported(spec, batch.flat()[0]) is None
+        compare(batch, spec, dtypes=(torch.float64,))
+
+
+@pytest.mark.parametrize("where", ["logps", "old_per_token_logps", "advantages"])
+@pytest.mark.parametrize("name", sorted({name for name, _ in OBJECTIVES} - {"reinforce"}))
+def test_nan_spreads_as_in_torch_with_every_objective(name, where):
+    batch = make(old=RATIOS[3:8])
+    row = int(batch.tensors["completion_mask"][0].nonzero()[0])
+    hit = {"logps": batch.logps, "advantages": batch.advantages[:, None]} | batch.tensors
+    hit[where][0, row if where != "advantages" else 0] = math.nan
+    flat, logps, _ = batch.flat()
+    spec = LossSpec(loss_type=name, **NEEDED.get(name, {}))
+    got, want = (run(kind(spec, flat), logps, None) for kind in (KernelObjective, Objective))
+    assert want[0].isnan().any()
+    for what, a, b in zip(("loss", "g"), got, want, strict=False):
+        close(a, b, what)
+    for what, value in want[4].items():
+        close(got[4][what], value, what)
+
+
+GIVEN = {"max_completion_length": 19, "num_sequences": 7, "num_items_in_batch": 77}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_of_weights(name, accumulates):
+    scheme, batch = SCHEMES[name], make(old=RATIOS[:9])
+    options = {k: v for k, v in GIVEN.items() if k in scheme.needs}
+    if accumulates:
+        options |= {k: v for k, v in GIVEN.items() if k in scheme.takes}
+    spec = LossSpec(aggregation=name, entropy_coef=0.1, **options)
+    groups = torch.tensor([4, 4, 1, 1, 1], device=DEVICE) if scheme.per == "group" else None
+    results = []
+    for dtype, kind in ((torch.float32, KernelObjective), (torch.float64, Objective)):
+        flat, logps, entropy = batch.flat(dtype)
+        flat = replace(flat, group_ids=groups)
+        assert dtype == torch.float64 or unsupported(spec, flat) is None
+        results.append(run(kind(spec, flat), logps, entropy))
+    agree(*results)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_token_weights_of_the_caller(level):
+    """A weight of 0 leaves nothing to send back at that token."""
+    batch, results = make(old=RATIOS[:9], ref=RATIOS[:9]), []
+    spec = LossSpec(beta=0.1, entropy_coef=0.1, importance_sampling_level=level)
+    for dtype, kind in ((torch.float32, KernelObjective), (torch.float64, Objective)):
+        flat, logps, entropy = batch.flat(dtype)
+        weights = torch.linspace(-0.5, 1.0, logps.numel(), device=DEVICE).to(dtype)
+        weights[::4] = 0
+        flat = replace(flat, token_weights=weights)
+        assert dtype == torch.float64 or unsupported(spec, flat) is None
+        results.append(run(kind(spec, flat), logps, entropy))
+    agree(*results)
+    assert float(results[0][4]["zero_coefficient_fraction"]) > 0
 
 
 @given(specs, st.integers(0, 99))
@@ -290,9 +389,10 @@ def test_the_corrected_kl_keeps_its_gradient_where_its_parts_cancel():
 
 
 @triton.jit
-def _surrogate(ratio, a, value, slope, low, high, delta, F: tl.constexpr, N: tl.constexpr):
+def _surrogate(ratio, a, value, slope, low, high, delta, dual, F: tl.constexpr, N: tl.constexpr):
     t = tl.arange(0, N)
-    v, s = F(tl.load(ratio + t), tl.load(a + t), low, high, delta)
+    r, x = tl.load(ratio + t), tl.load(a + t)
+    v, s, _, _, _ = F(x, x, r, r, x, low, high, delta, dual)
     tl.store(value + t, v)
     tl.store(slope + t, s)
 
@@ -305,8 +405,8 @@ def _expm1_k3(d, expm1, k3, N: tl.constexpr):
     tl.store(k3 + t, b)
 
 
-@pytest.mark.parametrize("delta", [None, 1.5])
-def test_ties_and_bounds_have_the_gradient_of_torch(delta):
+@pytest.mark.parametrize(("delta", "dual"), [(None, None), (1.5, None), (None, 1.5)])
+def test_ties_and_bounds_have_the_gradient_of_torch(delta, dual):
     low, high = 0.8, 1.25
     bounds = torch.tensor([low, high, 1.5, 1.0], dtype=torch.float32)
     others = torch.tensor([0.0, math.inf, math.nan, 7.0])
@@ -317,14 +417,29 @@ def test_ties_and_bounds_have_the_gradient_of_torch(delta):
         for x in torch.meshgrid(ratio, torch.tensor([2.0, -1.0, 0.0, 0.5]), indexing="ij")
     )
     leaf, a = ratio.to(DEVICE).requires_grad_(), a.to(DEVICE)
-    spec = LossSpec(epsilon_low=1 - low, epsilon_high=high - 1, delta=delta)
+    spec = LossSpec(epsilon_low=1 - low, epsilon_high=high - 1, delta=delta, dual_clip=dual)
     want = surrogates.clip(SimpleNamespace(ratio=leaf, advantages=a), spec)
     (slope,) = torch.autograd.grad(want.sum(), leaf)
     got, got_slope = torch.empty_like(a), torch.empty_like(a)
-    bound = (1 - spec.epsilon_low, 1 + spec.upper, delta)
-    _surrogate[(1,)](leaf.detach(), a, got, got_slope, *bound, policy.clip_surrogate, a.numel())
+    bound = (1 - spec.epsilon_low, 1 + spec.upper, delta, dual)
+    _surrogate[(1,)](leaf.detach(), a, got, got_slope, *bound, policy.clip, a.numel())
     torch.testing.assert_close(got, want.detach(), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(got_slope, slope, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_mask_of_importance_sampling_takes_its_bounds_in():
+    bounds = torch.tensor([0.75, 1.25], dtype=torch.float32)  # exact in fp32
+    ratio = torch.cat([bounds.nextafter(bounds - 1), bounds, bounds.nextafter(bounds + 1)])
+    ratio = torch.cat([ratio, torch.tensor([1.0, math.nan])]).to(DEVICE)
+    a = torch.full_like(ratio, 1.5)
+    spec = LossSpec(loss_type="masked_importance_sampling", epsilon_low=0.25, epsilon_high=0.25)
+    tokens = SimpleNamespace(ratio=ratio, advantages=a, logps=a)
+    want = surrogates.masked_importance_sampling(tokens, spec)
+    got, slope = torch.empty_like(a), torch.empty_like(a)
+    how = (0.75, 1.25, None, None, policy.masked_importance_sampling, a.numel())
+    _surrogate[(1,)](ratio, a, got, slope, *how)
+    assert (want == 0).sum() == 4
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_expm1_and_k3_are_accurate_near_zero_and_everywhere():
@@ -452,12 +567,86 @@ def test_with_a_fixed_capacity_only_counted_tokens_matter(row):
         close(got[4][name], value, name)
 
 
+def check_against_torch(case: Case, got: Result, **how: Any) -> None:
+    """The torch backend in fp64, whose objectives other tests hold to formulas of their own."""
+    want = ours(case, backend="chunked", convert=Tensor.double, **how)
+    assert_outputs_agree(got.output, want.output, TOLERANCE[torch.float32])
+    assert got.output.metrics.keys() == want.output.metrics.keys()
+    for name, expected in want.grads.items():
+        assert_gradient(name, got.grads[name], expected, torch.float32, 1e-5)
+
+
+CAPABLE = [pair for pair in OBJECTIVES if pair[1] in triton_policy.CAPACITY_LEVELS]
+CAPABLE = [(n, s) for n, s in CAPABLE if (LOSS_TYPES[n].level or s) in ("token", "sequence")]
+
+
+@pytest.mark.parametrize(("reduction", "old"), [("sum", True), ("sum", False), ("none", True)])
+@pytest.mark.parametrize(("name", "level"), CAPABLE)
+def test_every_objective_with_a_fixed_capacity(name, level, reduction, old):
+    """Through the public loss, against float64; `reduction="none"` is evaluated by torch."""
+    options = dict(NEEDED.get(name, {}))
+    if level != "token":
+        options["importance_sampling_level"] = level
+    old &= LossSpec(loss_type=name, **options).uses_old
+    case = make_case(
+        dtype=torch.float32, rows=3, width=5, vocab=33, dim=16, old=old, ref=False, loss_type=name,
+        **options,
+    )  # fmt: skip
+    how = {"reduction": reduction, "backend": "triton", "compact": False}
+    check_against_torch(case, ours(case, **how), reduction=reduction)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEMES) - {"group_mean"}))
+def test_every_scheme_with_a_fixed_capacity(name):
+    options = {k: v for k, v in GIVEN.items() if k in SCHEMES[name].needs}
+    case = make_case(
+        dtype=torch.float32, rows=3, width=5, vocab=33, dim=16, ref=False, aggregation=name,
+        **options,
+    )  # fmt: skip
+    case.tensors["completion_mask"] = case.mask.clone()
+    case.tensors["completion_mask"][1] = False  # an empty sequence
+    check_against_torch(case, ours(case, backend="triton", compact=False))
+
+
+def test_token_weights_with_a_fixed_capacity():
+    case = make_case(dtype=torch.float32, rows=3, width=5, vocab=33, dim=16, beta=0.1)
+    weights = torch.linspace(0.1, 2.0, case.ids.numel()).view(case.ids.shape)
+    case.tensors["token_weights"] = weights.masked_fill(~case.mask, math.nan)
+    check_against_torch(case, ours(case, backend="triton", compact=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss_type": "gspo_token"}, "the level is 'sequence_token'"),
+        ({"loss_type": "rloo"}, "the level is 'sequence_sum'"),
+        ({"loss_type": "gmpo"}, "no closed form"),
+        ({"loss_type": "vespo"}, "no closed form"),
+        ({"beta": 0.1, "kl_estimator": "k1"}, "kl_estimator='k1'"),
+        ({"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5"),
+        ({"aggregation": "group_mean"}, "divide by groups"),
+    ],
+    ids=str,
+)
+def test_a_fixed_capacity_refuses_what_needs_the_counted_tokens(options, reason):
+    with pytest.raises(ValueError, match=f"compact=False.*{reason}"):
+        triton_policy.fixed_capacity(LossSpec(**options), {})
+
+
+@pytest.mark.parametrize("name", ["sampling_per_token_logps", "group_ids"])
+def test_a_fixed_capacity_refuses_tensors_it_does_not_know(name):
+    known = dict.fromkeys(triton_policy.CAPACITY_TENSORS, torch.ones(1))
+    triton_policy.fixed_capacity(LossSpec(), known)
+    with pytest.raises(ValueError, match=f"compact=False.*{name} is given"):
+        triton_policy.fixed_capacity(LossSpec(), known | {name: torch.ones(1)})
+
+
 def test_segment_mean_counts_only_what_counts():
     values = torch.arange(10.0, device=DEVICE)
     counted = values % 2 == 0
     offsets = torch.tensor([0, 4, 4, 9, 10], device=DEVICE)
     poisoned = torch.where(counted, values, math.nan)
-    got = policy.segment_mean(poisoned, offsets, counted=counted, addend=poisoned)
+    got = policy.per_segment(poisoned, offsets, counted=counted, addend=poisoned)
     want = torch.tensor([1.0, 0, 3, 0, 10, 0, 12, 0, 14, 0], device=DEVICE)
     assert torch.equal(got, want)
 
@@ -485,6 +674,18 @@ def test_a_surrogate_the_kernel_does_not_know_stays_in_torch(monkeypatch):
 
     monkeypatch.setitem(LOSS_TYPES, "mine", LossType(mine, "token_mean"))
     assert "mine" in unsupported(LossSpec(loss_type="mine"), make().flat()[0])
+
+
+def test_a_penalty_on_the_log_ratio_of_a_sequence_stays_in_torch(monkeypatch):
+    """Only an objective of one's own can take these functions to another level."""
+    row = LossType(
+        surrogates.dro, "token_mean", takes=LOSS_TYPES["cispo"].takes | {"log_ratio_penalty"}
+    )
+    monkeypatch.setitem(LOSS_TYPES, "mine", row)
+    options = {"loss_type": "mine", "log_ratio_penalty": 0.1}
+    assert unsupported(LossSpec(**options), make().flat()[0]) is None
+    spec = LossSpec(importance_sampling_level="sequence", **options)
+    assert "penalty" in unsupported(spec, make().flat()[0])
 
 
 def test_fp64_and_empty_batches_stay_in_torch():
@@ -556,6 +757,21 @@ def test_the_public_loss_uses_it_and_agrees_with_fp64(row, launches):
     assert sum(launches) >= int(case.mask.sum())
 
 
+@pytest.mark.parametrize("chunk_bytes", [None, 60_000])
+@pytest.mark.parametrize(("name", "level"), OBJECTIVES)
+def test_every_objective_through_the_public_loss(name, level, chunk_bytes, launches):
+    options = dict(NEEDED.get(name, {}))
+    if level != "token":
+        options["importance_sampling_level"] = level
+    old = LossSpec(loss_type=name, **options).uses_old and chunk_bytes is None
+    case = make_case(
+        dtype=torch.float32, rows=3, width=5, vocab=67, dim=16, old=old, ref=True, beta=0.1,
+        entropy_coef=0.02, loss_type=name, **options,
+    )  # fmt: skip
+    check_against_torch(case, ours(case, backend="triton", chunk_bytes=chunk_bytes))
+    assert sum(launches) >= int(case.mask.sum())
+
+
 def test_the_loss_can_be_divided_in_place():
     case = make_case(dtype=torch.float32, rows=3, width=4, vocab=33, dim=16, beta=0.1)
     whole = ours(case, backend="triton")
@@ -585,9 +801,9 @@ def test_the_public_loss_takes_torch_where_the_kernel_cannot(launches, monkeypat
 
 
 def test_the_tables_name_what_exists():
-    assert set(policy.SURROGATES) == triton_policy.KNOWN_SURROGATES
-    assert all(hasattr(surrogates, name) for name in policy.SURROGATES)
-    assert set(LossSpec.__dataclass_fields__) >= triton_policy.KNOWN_OPTIONS
+    assert set(policy.SURROGATES) == {f.__name__ for f in triton_policy.NUMBERS}
+    assert set(policy._OPTIONS_OF) == set(policy.SURROGATES)
+    assert set(LossSpec.__dataclass_fields__) >= triton_policy.HONOURED
     assert len(policy.COLUMNS) <= policy.WIDTH.value
     kinds = [name.rpartition("_")[2] for name in policy.COLUMNS]
     assert kinds.index("min") == policy._SUMS.value

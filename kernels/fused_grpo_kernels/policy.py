@@ -1,8 +1,8 @@
 """The policy part of a loss in one launch: log-probabilities in, losses, dL/dlogp and metrics out.
 
-With d_t = logp_t - old_t (its mean over the sequence at sequence level), r = exp(clamp(d)):
+With d_t = logp_t - old_t (its mean or sum over the sequence at those levels), r = exp(clamp(d)):
 
-    loss_t = surrogate(r_t, A_t) * importance_t + beta * kl_t * (r_t, if corrected) - coef * H_t
+    loss_t = surrogate(l_t, r_t, A_t) * importance_t + beta k3_t (r_t, if corrected) - coef H_t
     loss   = sum_t w_t loss_t                              g_t = dloss / dlogp_t
 
 The formulas are those of `fused_grpo.objectives`, whose autograd the tests hold these closed forms
@@ -42,15 +42,16 @@ COLUMNS = (
     "clamped",
     "kl",
     "entropy",
-    "idle",  # g_t = 0
+    "idle",  # nothing goes back to the head
+    "kl_clamped",
     "ratio_min",
     "log_ratio_min",
     "ratio_max",
     "log_ratio_max",
 )
 WIDTH: tl.constexpr = tl.constexpr(16)  # of a row of partial sums, padded to a power of two
-_SUMS: tl.constexpr = tl.constexpr(10)  # columns below are sums
-_MINIMA: tl.constexpr = tl.constexpr(12)  # columns from _SUMS to here are minima, then maxima
+_SUMS: tl.constexpr = tl.constexpr(11)  # columns below are sums
+_MINIMA: tl.constexpr = tl.constexpr(13)  # columns from _SUMS to here are minima, then maxima
 
 
 @triton.jit
@@ -79,30 +80,135 @@ def _expm1_and_k3(d):
     return tl.where(near, d + small, large), tl.where(near, small, large - d)
 
 
+# The surrogates that are local to a token, by the names of `fused_grpo.objectives.surrogates`. Each
+# takes the numbers of a token and up to four options, and returns its value, the derivatives by the
+# ratio and by the log-probability itself, and what its bounds leave out with A < 0 and with A > 0.
+
+
 @triton.jit
-def clip_surrogate(ratio, advantage, low, high, delta):
-    """(value, its derivative by the ratio): -min(min(r, delta) A, clamp(r, low, high) A)."""
+def _outside(ratio, a, low, high):
+    return (ratio < low) & (a < 0), (ratio > high) & (a > 0)
+
+
+@triton.jit
+def _left_out(keep, a):
+    return (keep == 0) & (a < 0), (keep == 0) & (a > 0)
+
+
+@triton.jit
+def _where(keep, value, slope):
+    """As torch.where(keep, value, 0): its gradient is 0 times the slope elsewhere, NaN stays."""
+    return tl.where(keep, value, 0.0), tl.where(keep, 1.0, 0.0) * slope
+
+
+@triton.jit
+def clip(logp, old, ratio, d, a, low, high, delta, dual):
     free = ratio
     if delta is not None:
         free = tl.where(ratio > delta, delta, ratio)
-    a = free * advantage
-    b = _clamp(ratio, low, high) * advantage
-    value = -tl.where((a < b) | (a != a), a, b)
+    x = free * a
+    y = _clamp(ratio, low, high) * a
+    value = -tl.where((x < y) | (x != x), x, y)
     # the derivative of torch.minimum: half to each at a tie, all to both where one is NaN
-    to_a = tl.where(a == b, 0.5, tl.where(a > b, 0.0, 1.0)) * advantage
-    to_b = tl.where(a == b, 0.5, tl.where(a < b, 0.0, 1.0)) * advantage
+    to_x = tl.where(x == y, 0.5, tl.where(x > y, 0.0, 1.0)) * a
+    to_y = tl.where(x == y, 0.5, tl.where(x < y, 0.0, 1.0)) * a
     if delta is not None:
-        to_a = tl.where(ratio <= delta, to_a, 0.0)
-    to_b = tl.where((ratio >= low) & (ratio <= high), to_b, 0.0)
-    return value, -(to_a + to_b)
+        to_x = tl.where(ratio <= delta, to_x, 0.0)
+    to_y = tl.where((ratio >= low) & (ratio <= high), to_y, 0.0)
+    slope = -(to_x + to_y)
+    if dual is not None:
+        bound = -dual * a
+        kept = tl.where(value == bound, 0.5, tl.where(value > bound, 0.0, 1.0)) * slope
+        least = tl.where((value < bound) | (value != value), value, bound)
+        slope = tl.where(a < 0, kept, slope)
+        value = tl.where(a < 0, least, value)
+    below, above = _outside(ratio, a, low, high)
+    return value, slope, tl.zeros_like(a), below, above
 
 
-# The surrogates there are: name of the torch function -> device function (ratio, advantage, low,
-# high, delta) -> (value, derivative). One more objective that is local to a token is one more row.
-SURROGATES: dict[str, Any] = {"clip": clip_surrogate}
+@triton.jit
+def cispo(logp, old, ratio, d, a, low, high, _2, _3):
+    weight = -_clamp(ratio, low, high) * a
+    below, above = _outside(ratio, a, low, high)
+    return weight * logp, tl.zeros_like(a), weight, below, above
 
 
-@triton.jit(do_not_specialize=["n", "num_sequences"])
+@triton.jit
+def sapo(logp, old, ratio, d, a, positive, negative, _2, _3):
+    tau = tl.where(a > 0, positive, negative)
+    x = tau * (ratio - 1.0)
+    gate, rest = 1.0 / (1.0 + tl.exp(-x)), 1.0 / (1.0 + tl.exp(x))  # 1 - gate keeps its digits
+    none = a != a
+    return -a * (4.0 / tau) * gate, -a * 4.0 * gate * rest, tl.zeros_like(a), none, none
+
+
+@triton.jit
+def reinforce(logp, old, ratio, d, a, _0, _1, _2, _3):
+    none = a != a
+    return -a * logp, tl.zeros_like(a), -a, none, none
+
+
+@triton.jit
+def importance_sampling(logp, old, ratio, d, a, _0, _1, _2, _3):
+    none = a != a
+    return -ratio * a, -a, tl.zeros_like(a), none, none
+
+
+@triton.jit
+def masked_importance_sampling(logp, old, ratio, d, a, low, high, _2, _3):
+    keep = ((ratio <= low) | (ratio >= high)) == 0
+    value, weight = _where(keep, -ratio * a * logp, -ratio * a)
+    below, above = _outside(ratio, a, low, high)
+    return value, tl.zeros_like(a), weight, below, above
+
+
+@triton.jit
+def _within_tv(logp, old, a, low, high):
+    moved = tl.exp(logp) - tl.exp(old)
+    return tl.where(a > 0, moved > high, moved < -low) == 0
+
+
+@triton.jit
+def dppo_tv(logp, old, ratio, d, a, low, high, ratio_max, _3):
+    keep = _within_tv(logp, old, a, low, high)
+    weight = -tl.where(ratio > ratio_max, ratio_max, ratio) * a
+    below, above = _left_out(keep, a)
+    value, by_logp = _where(keep, weight * logp, weight)
+    return value, tl.zeros_like(a), by_logp, below, above
+
+
+@triton.jit
+def prime(logp, old, ratio, d, a, low, high, penalty, _3):
+    keep = _within_tv(logp, old, a, low, high)
+    below, above = _left_out(keep, a)
+    value, slope = _where(keep, -ratio * a, -a)
+    return value + penalty * d * d, slope, 2.0 * penalty * d, below, above
+
+
+@triton.jit
+def prime_ipo(logp, old, ratio, d, a, high, penalty, _2, _3):
+    keep = (tl.abs(tl.exp(logp) - tl.exp(old)) > high) == 0
+    below, above = _left_out(keep, a)
+    value, slope = _where(keep, -ratio * a, -a)
+    return value + penalty * d * d, slope, 2.0 * penalty * d, below, above
+
+
+@triton.jit
+def dro(logp, old, ratio, d, a, penalty, _1, _2, _3):
+    none = a != a
+    return -a * logp + penalty * d * d, tl.zeros_like(a), -a + 2.0 * penalty * d, none, none
+
+
+SURROGATES: dict[str, Any] = {
+    f.__name__: f
+    for f in (
+        *(clip, cispo, sapo, reinforce, importance_sampling, masked_importance_sampling),
+        *(dppo_tv, prime, prime_ipo, dro),
+    )
+}
+
+
+@triton.jit(do_not_specialize=["n"])
 def policy_kernel(
     logps,  # [n] fp32
     old,  # [n] | None: this policy, detached
@@ -112,25 +218,26 @@ def policy_kernel(
     importance,  # [n] | None
     entropy,  # [n] | None
     counted,  # [n] bool | None: all
-    weights,  # [n] | None; w_t, or
-    sequence,  # [n] int64 | None, with `lengths` [S] int64: 1 / (n_b S)
-    lengths,
-    divisor,  # [] fp32 | None: 1 / max(divisor, 1)
+    weights,  # [n] | None; w_t, or 1 / max(divisor * length of the token's sequence, 1) with
+    sequence,  # [n] int64 | None: no length
+    lengths,  # [S] int64 | None
+    divisor,  # [] fp32 | None
     loss,  # [n] out
-    g,  # [n] out; at sequence level without the part that passes through the ratio
+    g,  # [n] out; with g_ratio without the part that passes through the ratio
     g_ratio,  # [n] out | None; that part, by the log-ratio
     g_entropy,  # [n] out | None
     partials,  # [blocks, WIDTH] out
     n,
-    num_sequences,
-    low,
-    high,
-    delta,  # float | None
+    p0,  # options of the surrogate, float | None
+    p1,
+    p2,
+    p3,
     beta,  # float | None
     coef,  # float | None
     limit,  # float | None
     SURROGATE: tl.constexpr,
     CORRECTED: tl.constexpr,
+    APART: tl.constexpr,  # g without the policy term's share, for callers who know it
     BLOCK: tl.constexpr,
 ):
     """One block of tokens. Everything that is None costs nothing."""
@@ -141,19 +248,20 @@ def policy_kernel(
         live = live & (tl.load(counted + t, mask=live, other=0) != 0)
 
     logp = tl.load(logps + t, mask=live, other=0.0)
+    before = logp
+    if old is not None:
+        before = tl.load(old + t, mask=live, other=0.0)
+    d = logp - before  # not 0 without old: NaN and infinities stay visible
     if log_ratio is not None:
         d = tl.load(log_ratio + t, mask=live, other=0.0)
-    elif old is not None:
-        d = logp - tl.load(old + t, mask=live, other=0.0)
-    else:
-        d = logp - logp  # not 0: NaN and infinities stay visible
     if weights is not None:
         w = tl.load(weights + t, mask=live, other=0.0)
-    elif divisor is not None:
-        w = tl.zeros([BLOCK], tl.float32) + 1.0 / tl.maximum(tl.load(divisor), 1.0)
     else:
-        length = tl.load(lengths + tl.load(sequence + t, mask=live, other=0), mask=live, other=1)
-        w = 1.0 / (length * num_sequences).to(tl.float32)
+        w = tl.zeros([BLOCK], tl.float32) + tl.load(divisor)
+        if sequence is not None:
+            at = lengths + tl.load(sequence + t, mask=live, other=0)
+            w *= tl.load(at, mask=live, other=1).to(tl.float32)
+        w = 1.0 / tl.maximum(w, 1.0)
 
     r = d
     inside = d == d
@@ -162,15 +270,17 @@ def policy_kernel(
         r = _clamp(d, -limit, limit)
     ratio = tl.exp(r)
     a = tl.load(advantages + t, mask=live, other=0.0)
-    value, slope = SURROGATE(ratio, a, low, high, delta)
+    value, slope, by_logp, below, above = SURROGATE(logp, before, ratio, d, a, p0, p1, p2, p3)
     if importance is not None:
         share = tl.load(importance + t, mask=live, other=0.0)
         value *= share
         slope *= share
+        by_logp *= share
 
     through = slope * ratio  # dloss_t / dlog-ratio, and dloss_t / dlogp_t past the ratio
     direct = tl.zeros([BLOCK], tl.float32)
     kl = tl.zeros([BLOCK], tl.float32)
+    clamped = live & (live == 0)
     if beta is not None:
         x = tl.load(ref + t, mask=live, other=0.0) - logp
         within = x == x
@@ -178,11 +288,12 @@ def policy_kernel(
         if limit is not None:
             within = (x >= -limit) & (x <= limit)
             c = _clamp(x, -limit, limit)
+        clamped = c != x
         minus, kl = _expm1_and_k3(c)
         direct = -beta * minus
         if CORRECTED:
             direct *= ratio
-            if g_ratio is None:
+            if g_ratio is None and not APART:
                 # the two parts, ratio * k3 and -ratio * expm1, share an e^c that is best left out
                 both = inside & within
                 through += tl.where(both, 0.0, beta * kl * ratio)
@@ -205,10 +316,12 @@ def policy_kernel(
         tl.store(g_entropy + t, tl.where(live, -coef * w, 0.0), mask=t < n)
 
     gradient = w * direct
-    if g_ratio is not None:
-        tl.store(g_ratio + t, tl.where(live, w * through, 0.0), mask=t < n)
-    else:
-        gradient += w * through
+    if not APART:
+        gradient += w * by_logp
+        if g_ratio is not None:
+            tl.store(g_ratio + t, tl.where(live, w * through, 0.0), mask=t < n)
+        else:
+            gradient += w * through
     tl.store(g + t, tl.where(live, gradient, 0.0), mask=t < n)
     tl.store(loss + t, tl.where(live, value, 0.0), mask=t < n)
 
@@ -219,18 +332,22 @@ def policy_kernel(
     row = partials + block * WIDTH
     _sum_to(row + 0, w * value, live)
     _sum_to(row + 1, live.to(tl.float32), live)
-    _sum_to(row + 2, ((ratio < low) & (a < 0)).to(tl.float32), live)
-    _sum_to(row + 3, ((ratio > high) & (a > 0)).to(tl.float32), live)
+    _sum_to(row + 2, below.to(tl.float32), live)
+    _sum_to(row + 3, above.to(tl.float32), live)
     _sum_to(row + 4, ratio, live)
     _sum_to(row + 5, ratio * ratio, live)
     _sum_to(row + 6, beyond.to(tl.float32), live)
     _sum_to(row + 7, kl, live)
     _sum_to(row + 8, h, live)
-    _sum_to(row + 9, (gradient == 0).to(tl.float32), live)
-    tl.store(row + 10, _minimum_of(tl.where(live, ratio, float("inf"))))
-    tl.store(row + 11, _minimum_of(tl.where(live, d, float("inf"))))
-    tl.store(row + 12, -_minimum_of(tl.where(live, -ratio, float("inf"))))
-    tl.store(row + 13, -_minimum_of(tl.where(live, -d, float("inf"))))
+    idle = gradient == 0
+    if coef is not None:
+        idle = idle & (coef * w == 0)
+    _sum_to(row + 9, idle.to(tl.float32), live)
+    _sum_to(row + 10, clamped.to(tl.float32), live)
+    tl.store(row + 11, _minimum_of(tl.where(live, ratio, float("inf"))))
+    tl.store(row + 12, _minimum_of(tl.where(live, d, float("inf"))))
+    tl.store(row + 13, -_minimum_of(tl.where(live, -ratio, float("inf"))))
+    tl.store(row + 14, -_minimum_of(tl.where(live, -d, float("inf"))))
 
 
 @triton.jit
@@ -255,7 +372,7 @@ def totals_kernel(partials, out, blocks, ROWS: tl.constexpr):
     unknown = tl.zeros([WIDTH], tl.int32)
     for start in range(0, blocks, ROWS):
         row = start + tl.arange(0, ROWS)
-        used = (row < blocks)[:, None] & (column < 14)[None, :]
+        used = (row < blocks)[:, None] & (column < 15)[None, :]
         x = tl.load(partials + row[:, None] * WIDTH + column[None, :], mask=used, other=0.0)
         total += tl.sum(x, 0)
         y = tl.where(used, x * sign[None, :], float("inf"))
@@ -266,16 +383,17 @@ def totals_kernel(partials, out, blocks, ROWS: tl.constexpr):
 
 
 @triton.jit
-def segment_mean_kernel(
+def segment_kernel(
     values,  # [n] fp32
     base,  # [n] | None: subtracted
     addend,  # [n] | None: added to the mean
     counted,  # [n] bool | None: all
     offsets,  # [S + 1] int64
     out,  # [n]
+    MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[t] = mean over the counted tokens of t's segment of (values - base), + addend[t]."""
+    """out[t] = mean or sum over t's segment's counted tokens of (values - base), + addend[t]."""
     segment = tl.program_id(0)
     first, end = tl.load(offsets + segment), tl.load(offsets + segment + 1)
     total = tl.zeros([BLOCK], tl.float32)
@@ -290,13 +408,15 @@ def segment_mean_kernel(
             x -= tl.load(base + t, mask=live, other=0.0)
         total += x
         count += live.to(tl.int32)
-    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
+    result = tl.sum(total, 0)
+    if MEAN:
+        result /= tl.maximum(tl.sum(count, 0), 1).to(tl.float32)
     for start in range(first, end, BLOCK):
         t = start + tl.arange(0, BLOCK)
         live = t < end
         if counted is not None:
             live = live & (tl.load(counted + t, mask=live, other=0) != 0)
-        y = tl.zeros([BLOCK], tl.float32) + mean
+        y = tl.zeros([BLOCK], tl.float32) + result
         if addend is not None:
             y += tl.load(addend + t, mask=live, other=0.0)
         tl.store(out + t, tl.where(live, y, 0.0), mask=t < end)
@@ -304,8 +424,8 @@ def segment_mean_kernel(
 
 @dataclass(frozen=True)
 class Weights:
-    """w_t: given [n] fp32; or 1 / max(divisor, 1), divisor [] fp32; or 1 / (n_b S), from the
-    sequence [n] int64 of each token and the lengths [S] int64."""
+    """w_t: given [n] fp32; or 1 / max(divisor, 1), divisor [] fp32; or 1 / max(divisor n_b, 1),
+    from the sequence [n] int64 of each token and the lengths [S] int64."""
 
     given: Tensor | None = None
     divisor: Tensor | None = None
@@ -318,9 +438,7 @@ class Options:
     """The numbers of a loss; None leaves a term out."""
 
     surrogate: str  # of SURROGATES
-    low: float  # the clip's bounds, as ratios
-    high: float
-    delta: float | None = None
+    numbers: tuple[float | None, ...] = ()  # its options, four at most
     beta: float | None = None
     corrected: bool = False
     coef: float | None = None
@@ -329,7 +447,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Flat vectors [n], fp32 and contiguous; `offsets` [S + 1] int64 asks for sequence level."""
+    """Flat vectors [n], fp32 and contiguous; `offsets` [S + 1] int64 for levels above "token"."""
 
     logps: Tensor
     advantages: Tensor
@@ -339,6 +457,16 @@ class Inputs:
     entropy: Tensor | None = None
     counted: Tensor | None = None  # bool
     offsets: Tensor | None = None
+    level: str = "token"  # of LEVELS
+
+
+# level -> whether a sequence's log-ratio is a mean, and whether its gradient goes back as one
+LEVELS = {
+    "token": (False, False),
+    "sequence": (True, True),
+    "sequence_token": (True, False),
+    "sequence_sum": (False, True),
+}
 
 
 @dataclass(frozen=True)
@@ -356,7 +484,7 @@ def policy_terms(
 ) -> Outputs:
     """One launch over n >= 1 tokens; with `offsets`, a mean per sequence before and after it.
 
-    `apart` leaves what passes through the ratio out of g: for callers who know it already.
+    `apart` leaves the policy term out of g: for callers who know its share already.
     """
     x = inputs
     n, like = x.logps.numel(), x.logps
@@ -365,11 +493,12 @@ def policy_terms(
     g_entropy = None if options.coef is None else torch.empty_like(like)
     partials = like.new_empty(blocks, WIDTH.value)
     log_ratio = g_ratio = None
+    mean, shared = LEVELS[x.level]
     if x.offsets is not None:
         base = x.logps if x.old is None else x.old
-        log_ratio = segment_mean(x.logps, x.offsets, base, counted=x.counted)
-    if x.offsets is not None or apart:
-        g_ratio = torch.empty_like(like)
+        log_ratio = per_segment(x.logps, x.offsets, base, mean=mean, counted=x.counted)
+        g_ratio = torch.empty_like(like) if shared else None
+    given = (*options.numbers, None, None, None, None)[:4]
     config = _config()
     with on_device_of(like):
         policy_kernel[(blocks,)](
@@ -391,38 +520,44 @@ def policy_terms(
             g_entropy,
             partials,
             n,
-            1 if weights.lengths is None else weights.lengths.numel(),
-            options.low,
-            options.high,
-            options.delta,
+            *given,
             options.beta,
             options.coef,
             options.limit,
             SURROGATE=SURROGATES[options.surrogate],
             CORRECTED=options.corrected,
+            APART=apart,
             **config.constexprs,
             **config.options,
         )
-    if x.offsets is not None and not apart:
-        assert g_ratio is not None
-        g = segment_mean(g_ratio, x.offsets, addend=g, counted=x.counted)
+    if x.offsets is not None and g_ratio is not None:
+        g = per_segment(g_ratio, x.offsets, mean=mean, addend=g, counted=x.counted)
     return Outputs(loss, g, g_entropy, partials)
 
 
-def segment_mean(
+def per_segment(
     values: Tensor,
     offsets: Tensor,
     base: Tensor | None = None,
     *,
+    mean: bool = True,
     addend: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """[n] -> [n]: the mean over each token's segment of values - base, plus addend."""
+    """[n] -> [n]: the mean or sum over each token's segment of values - base, plus addend."""
     out = torch.empty_like(values)
     config = _segment_config()
     with on_device_of(values):
-        segment_mean_kernel[(offsets.numel() - 1,)](
-            values, base, addend, counted, offsets, out, **config.constexprs, **config.options
+        segment_kernel[(offsets.numel() - 1,)](
+            values,
+            base,
+            addend,
+            counted,
+            offsets,
+            out,
+            MEAN=mean,
+            **config.constexprs,
+            **config.options,
         )
     return out
 
@@ -449,31 +584,47 @@ def _totals_config() -> Config:
 
 
 _POINTERS = {"sequence": "*i64", "lengths": "*i64", "offsets": "*i64", "counted": "*i1"}
-_NUMBERS = {"n": "i32", "num_sequences": "i32", "blocks": "i32"}
-_FLOATS = ("low", "high", "delta", "beta", "coef", "limit")
+_NUMBERS = {"n": "i32", "blocks": "i32"}
+_FLOATS = ("p0", "p1", "p2", "p3", "beta", "coef", "limit")
 # What a launch is given, of what it may leave out, by kind of call.
 _OPTIONAL = (
     *("old", "log_ratio", "ref", "importance", "entropy", "counted", "weights", "sequence"),
-    *("lengths", "divisor", "g_ratio", "g_entropy", "delta", "beta", "coef", "limit"),
+    *("lengths", "divisor", "g_ratio", "g_entropy", "p0", "p1", "p2", "p3"),
+    *("beta", "coef", "limit"),
+)
+_CLIP = ("p0", "p1", "old", "divisor", "limit")
+_MOST = (
+    *("p0", "p1", "p2", "ref", "importance", "entropy", "counted", "divisor", "sequence"),
+    *("lengths", "g_entropy", "beta", "coef", "limit"),
 )
 _GIVEN = {
-    "least": ("divisor",),
-    "clip": ("old", "divisor", "limit"),
-    "clip and kl": ("old", "ref", "sequence", "lengths", "beta", "limit"),
-    "token": tuple(x for x in _OPTIONAL if x not in ("log_ratio", "g_ratio", "weights", "divisor")),
-    "sequence": tuple(x for x in _OPTIONAL if x not in ("old", "weights", "sequence", "lengths")),
+    "least": ("p0", "p1", "divisor"),
+    "clip": _CLIP,
+    "clip and kl": (*_CLIP, "ref", "sequence", "lengths", "beta"),
+    "token": (*_MOST, "old"),
+    "sequence": (*_MOST, "log_ratio", "g_ratio"),
 }
+# how many options a surrogate takes by default
+_OPTIONS_OF = {"clip": 2, "cispo": 2, "sapo": 2, "reinforce": 0, "importance_sampling": 0}
+_OPTIONS_OF |= {"masked_importance_sampling": 2, "dppo_tv": 3, "prime": 3, "prime_ipo": 2, "dro": 1}
 
 
 def cases(target: Target) -> Iterator[KernelCase]:
     """The same on every target: the kernels are elementwise, and need little of it."""
     for kind, given in _GIVEN.items():
         absent = tuple(x for x in _OPTIONAL if x not in given)
-        constants = {"SURROGATE": clip_surrogate, "CORRECTED": kind in ("token", "sequence")}
+        flags = {"CORRECTED": kind in ("token", "sequence"), "APART": False}
+        constants = {"SURROGATE": clip, **flags}
         yield _case(f"policy/{kind}", policy_kernel, _config(), absent, constants)
+    for name, count in _OPTIONS_OF.items():
+        given = ("old", "divisor", "limit", "p0", "p1", "p2", "p3")[: 3 + count]
+        absent = tuple(x for x in _OPTIONAL if x not in given)
+        constants = {"SURROGATE": SURROGATES[name], "CORRECTED": False, "APART": False}
+        yield _case(f"surrogate/{name}", policy_kernel, _config(), absent, constants)
     yield _case("policy_totals", totals_kernel, _totals_config(), (), {})
     for kind, absent in (("in", ("addend",)), ("out", ("base",))):
-        yield _case(f"segment_mean/{kind}", segment_mean_kernel, _segment_config(), absent, {})
+        constants = {"MEAN": kind == "in"}
+        yield _case(f"segment/{kind}", segment_kernel, _segment_config(), absent, constants)
 
 
 def _case(
