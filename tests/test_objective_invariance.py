@@ -20,6 +20,7 @@ from fused_grpo.corrections import prepare
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.objectives import LossSpec, Objective
 from fused_grpo.objectives.objective import reach_of
+from fused_grpo.passes import TokenValues
 
 MIXES: dict[str, dict[str, Any]] = {
     "plain": {},
