@@ -248,7 +248,7 @@ def test_clip_cov_draws_as_many_as_asked_for_and_by_its_seed(ratio: float, count
         objective, logps = flat(
             1000, loss_type="clip_cov", cov_ratio=ratio, cov_low=0.2, cov_seed=seed
         )
-        _, g, _ = objective.evaluate(slice(0, 1000), logps, None)
+        g = objective.evaluate(slice(0, 1000), TokenValues(logps))[1].logps
         covariance = objective.batch.advantages - objective.batch.advantages.mean()
         covariance = covariance * (logps - logps.mean())
         chosen = g == 0
