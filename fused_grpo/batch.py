@@ -84,9 +84,7 @@ def make_batch(
     num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device, check=compact)
     layout = _Layout(ids_shape, num_sequences, sequence, cu_seqlens is not None, device)
     counted = _mask(completion_mask, ids_shape, device)
-    index = (
-        counted.nonzero().squeeze(1) if compact else torch.arange(counted.numel(), device=device)
-    )
+    index = positions(counted, compact)
 
     def pick(values: Tensor) -> Tensor:
         return values[index] if compact else torch.where(counted, values, 0)
@@ -116,6 +114,13 @@ def make_batch(
         return batch
     everything = torch.ones_like(counted)
     return replace(batch, counted=counted, spans=_lengths(sequence, everything, num_sequences))
+
+
+def positions(counted: Tensor, compact: bool) -> Tensor:
+    """[n] the tokens' positions: of those that count, or all."""
+    if compact:
+        return counted.nonzero().squeeze(1)
+    return torch.arange(counted.numel(), device=counted.device)
 
 
 def _lengths(sequence: Tensor, counted: Tensor, num_sequences: int) -> Tensor:

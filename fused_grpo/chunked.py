@@ -38,7 +38,6 @@ from fused_grpo.passes import (
     Reference,
     Tokens,
     TokenValues,
-    Upstream,
 )
 from fused_grpo.tiles import (
     Head,
@@ -48,8 +47,6 @@ from fused_grpo.tiles import (
     tile_softmax,
 )
 from fused_grpo.workspace import Workspace, plan_pass
-
-__all__ = ["HeadResult", "Needs", "Reference", "TokenValues", "Tokens", "Upstream", "head_pass"]
 
 
 def head_pass(
@@ -126,8 +123,7 @@ def _forward(
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
     rows, target = tokens.rows(span), tokens.target[span]
-    like = rows.new_empty(0, dtype=compute_dtype(rows, head.weight))
-    temperature = tokens.temperatures(span, like)
+    temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     exps, deltas = (None if x is None else x[: len(rows)] for x in (work.exps, work.deltas))
     beside = None if reference is None else _reference_tiles(reference, span, work, deltas)
     sums = within = None
@@ -164,7 +160,7 @@ def _reference_tiles(
 ) -> ReferenceTiles:
     tokens, head = reference.tokens, reference.head
     rows = tokens.rows(span)
-    like = rows.new_empty(0, dtype=compute_dtype(rows, head.weight))
     assert work.ref_weight_tile is not None
-    logits = LogitTiles(rows, tokens.temperatures(span, like), head, work.ref_weight_tile)
+    temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
+    logits = LogitTiles(rows, temperature, head, work.ref_weight_tile)
     return ReferenceTiles(logits, full=reference.full, top_k=reference.top_k, deltas=deltas)

@@ -77,7 +77,7 @@ def linear_support(
             assert work.exps is not None
             assert tokens.support is not None
             z = work.exps[: rows.shape[0]]
-            temperatures = tokens.temperatures(span, z)
+            temperatures = tokens.temperatures(span, z.dtype)
             logits = LogitTiles(rows, temperatures, head, work.weight_tile)
             for v in slices(weight.shape[0], plan.tile):
                 z[:, v] = logits(v)

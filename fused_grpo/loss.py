@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from fused_grpo import compiled
 from fused_grpo.backends import BACKENDS, choose, compaction
-from fused_grpo.batch import TokenBatch, make_batch
+from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import SAME, make_call, token_values
 from fused_grpo.checks import check_choice, check_head, check_tensor
 from fused_grpo.corrections import prepare
@@ -158,9 +158,7 @@ def linear_logprobs(
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
     counted = flat != ignore_index
-    index = (
-        counted.nonzero().squeeze(1) if compact else torch.arange(flat.numel(), device=flat.device)
-    )
+    index = positions(counted, compact)
     call = make_call(
         "targets",
         (flat[index] if compact else torch.where(counted, flat, 0)).long(),

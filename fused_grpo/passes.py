@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from fused_grpo.support import Support
@@ -37,10 +38,10 @@ class Tokens:
             rows.masked_fill_(~self.counted[span, None], 0)
         return rows
 
-    def temperatures(self, span: slice, like: Tensor) -> Tensor | float:
+    def temperatures(self, span: slice, dtype: torch.dtype) -> Tensor | float:
         """[c, 1], or the one number of all."""
         if isinstance(self.temperature, Tensor):
-            return self.temperature[span].to(like.dtype)[:, None]
+            return self.temperature[span].to(dtype)[:, None]
         return self.temperature
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.memory import slices
-from fused_grpo.tiles import Head, TileSums
+from fused_grpo.tiles import Head, TileSums, rows_in_tile
 
 # Entries up to e^39 times as likely as the target, and down to e^-39, are represented.
 _SHIFT = 48.0
@@ -73,7 +73,7 @@ def exponentials(
     for v in slices(vocab, tile):
         e = product(v)
         column = target - v.start
-        hit = ((column >= 0) & (column < e.shape[1])).nonzero().squeeze(1)
+        hit = rows_in_tile(column, e.shape[1])
         e[hit, column[hit]] = 0.0
         block[:, : e.shape[1]].copy_(e).mul_(undither[v])
         block[:, e.shape[1] :] = 0.0

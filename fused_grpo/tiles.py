@@ -158,10 +158,10 @@ def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def row_blocks(z: Tensor, block_bytes: int = BLOCK_BYTES) -> Iterator[slice]:
+def row_blocks(z: Tensor) -> Iterator[slice]:
     rows = z.shape[0]
     if z.device.type == "cpu":
-        rows = max(1, block_bytes // (z.shape[1] * z.element_size()))
+        rows = max(1, BLOCK_BYTES // (z.shape[1] * z.element_size()))
     return slices(z.shape[0], rows)
 
 
@@ -177,9 +177,14 @@ def _finish_logits(z: Tensor, temperature: Tensor | float, head: Head, v: slice)
     z.mul_(head.logit_scale / head.softcap).tanh_().mul_(head.softcap / temperature)
 
 
+def rows_in_tile(column: Tensor, width: int) -> Tensor:
+    """The rows [m] whose target's column, counted from the tile's first, lies in the tile."""
+    return ((column >= 0) & (column < width)).nonzero().squeeze(1)
+
+
 def take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
     """Moves the logits of targets that lie in this tile to `z_target`, leaving -inf."""
-    hit = ((column >= 0) & (column < z.shape[1])).nonzero().squeeze(1)
+    hit = rows_in_tile(column, z.shape[1])
     if hit.numel():
         z_target[hit] = z[hit, column[hit]]
         z[hit, column[hit]] = -torch.inf
