@@ -83,6 +83,8 @@ def head_pass(
         result.weight_grad = result.weight_grad.to(head.weight.dtype)
     if result.bias_grad is not None and head.bias is not None:
         result.bias_grad = result.bias_grad.to(head.bias.dtype)
+    if result.lora_weight_grad is not None and head.lora_weight is not None:
+        result.lora_weight_grad = result.lora_weight_grad.to(head.lora_weight.dtype)
     return result
 
 
@@ -111,6 +113,10 @@ def empty_result(
         # written by the first chunk that has a share in it
         weight_grad=torch.empty_like(head.weight, dtype=dtype) if needs.weight_grad else None,
         bias_grad=zeros(head.bias, needs.bias_grad, dtype),
+        lora_hidden_grad=None
+        if tokens.lora_hidden is None
+        else zeros(tokens.lora_hidden, needs.lora_hidden_grad, tokens.lora_hidden.dtype),
+        lora_weight_grad=zeros(head.lora_weight, needs.lora_weight_grad, dtype),
     )
 
 
@@ -122,7 +128,7 @@ def _forward(
     work: Workspace,
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
-    rows, target = tokens.rows(span), tokens.target[span]
+    rows, target, lora_rows = tokens.rows(span), tokens.target[span], tokens.lora_rows(span)
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     exps, deltas = (None if x is None else x[: len(rows)] for x in (work.exps, work.deltas))
     beside = None if reference is None else _reference_tiles(reference, span, work, deltas)
@@ -132,7 +138,7 @@ def _forward(
         sums = rounded.exponentials(rows, target, head.weight, work.tile, exps)
     if sums is None:
         sums, within = tile_softmax(
-            LogitTiles(rows, temperature, head, work.weight_tile),
+            LogitTiles(rows, temperature, head, work.weight_tile, lora_rows),
             target,
             work.tile,
             exps,
@@ -150,7 +156,16 @@ def _forward(
         values.ref_logps, divergence = beside.finish(sums, stats)
         values.kl = None if divergence is None else divergence.kl
     chunk = Chunk(
-        rows, tokens.index[span], target, temperature, sums, stats, divergence, exps, deltas
+        rows,
+        tokens.index[span],
+        target,
+        temperature,
+        sums,
+        stats,
+        divergence,
+        exps,
+        deltas,
+        lora_rows,
     )
     return chunk, values
 

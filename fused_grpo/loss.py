@@ -14,8 +14,8 @@ from typing_extensions import Unpack
 from fused_grpo import compiled
 from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch, positions
-from fused_grpo.calls import SAME, make_call, token_values
-from fused_grpo.checks import check_choice, check_head, check_tensor
+from fused_grpo.calls import ADAPTER, SAME, joined, make_call, token_values
+from fused_grpo.checks import check_choice, check_head, check_lora, check_tensor
 from fused_grpo.corrections import prepare
 from fused_grpo.objectives import LossSpec, metrics, token_terms
 from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
@@ -79,6 +79,8 @@ def linear_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    lora_hidden: Tensor | None = None,
+    lora_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -97,13 +99,17 @@ def linear_logprobs(
         z = softcap_tanh((hidden.float() @ weight.float().T + bias) * logit_scale) / temperature
         logps = torch.log_softmax(z, -1).gather(-1, targets[..., None])[..., 0]
 
-    and differentiable in `hidden`, `weight` and `bias` for any upstream gradient of both outputs.
+    and differentiable in `hidden`, `weight`, `bias`, `lora_hidden` and `lora_weight` for any
+    upstream gradient of both outputs.
 
     Args:
         hidden: [..., H] floating point, any strides.
         weight: [V, H] floating point.
         targets: [...] integers in [0, V), or `ignore_index`, which gives 0 and no gradient.
         bias: [V].
+        lora_hidden, lora_weight: [..., r] and [V, r], an adapter on the head: adds lora_hidden @
+            lora_weight.T to hidden @ weight.T. With LoRA's B A (a hidden) x scaling: lora_hidden =
+            scaling * A(dropout(hidden)), by ordinary autograd, and lora_weight = B.
         temperature: > 0; a number, or one per token [...].
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
@@ -141,11 +147,14 @@ def linear_logprobs(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
+            "lora_hidden": lora_hidden,
+            "lora_weight": lora_weight,
             **support,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
+    check_lora(hidden, weight, lora_hidden, lora_weight)
     check_tensor("targets", targets, hidden.device, floating=False)
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
@@ -153,7 +162,7 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support_options = _known(support, SupportOptions.__annotations__)
-    wants = "sampling support" if support else None
+    wants = "sampling support" if support else ADAPTER if lora_weight is not None else None
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
@@ -184,11 +193,12 @@ def linear_logprobs(
             "ignore_index": ignore_index,
             **support_options,
         }
+        hidden, weight = joined(hidden, weight, lora_hidden, lora_weight)
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
         if call.support is None:
             return LinearLogprobs(logps, h)
         return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
-    values = token_values(hidden, weight, bias, call, entropy)
+    values = token_values(hidden, weight, bias, call, entropy, lora_hidden, lora_weight)
 
     def to_layout(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -218,6 +228,8 @@ def grpo_loss(
     token_weights: Tensor | None = None,
     group_ids: Tensor | None = None,
     bias: Tensor | None = None,
+    lora_hidden: Tensor | None = None,
+    lora_weight: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -265,8 +277,8 @@ def grpo_loss(
         ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
             policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
-        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes, compact: as in
-            `linear_logprobs`.
+        bias, lora_hidden, lora_weight, temperature, logit_scale, softcap, backend, check_inputs,
+            chunk_bytes, compact: as in `linear_logprobs`.
         cu_seqlens: [S + 1] integers, the bounds of packed sequences, from 0 to N.
         entropy: also return entropies and log their mean (implied by entropy_coef != 0).
         reduction: "sum", the weighted sum over tokens, or "none", the unweighted losses of all
@@ -370,6 +382,8 @@ def grpo_loss(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
+            "lora_hidden": lora_hidden,
+            "lora_weight": lora_weight,
             **options,
         }
         return GRPOLossOutput(
@@ -389,6 +403,7 @@ def grpo_loss(
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
+    check_lora(hidden, weight, lora_hidden, lora_weight)
     check_tensor("completion_ids", completion_ids, hidden.device, floating=False)
     if hidden.shape[:-1] != completion_ids.shape and not (
         cu_seqlens is not None and hidden.shape[:-1].numel() == completion_ids.numel()
@@ -407,6 +422,7 @@ def grpo_loss(
     }
     given_reference = _given(reference)
     wants = "reference head" if given_reference else "sampling support" if support else None
+    wants = wants or (ADAPTER if lora_weight is not None else None)
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     if not compact:
@@ -446,7 +462,7 @@ def grpo_loss(
         return _reference(
             spec,
             batch,
-            (hidden, weight, completion_ids, advantages),
+            (*joined(hidden, weight, lora_hidden, lora_weight), completion_ids, advantages),
             {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
             | {"softcap": softcap, "entropy": entropy, **support},
             tensors | {"completion_mask": completion_mask, "cu_seqlens": cu_seqlens},
@@ -457,11 +473,11 @@ def grpo_loss(
     if ref_hidden is not None and not spec.head_kl:  # filled by the head as it goes
         batch = replace(batch, ref=torch.zeros_like(batch.advantages))
     if reduction == "none" or not torch.is_grad_enabled():
-        values = token_values(hidden, weight, bias, call, entropy)
+        values = token_values(hidden, weight, bias, call, entropy, lora_hidden, lora_weight)
         return _from_values(values, batch, spec, reduction)
     objective = make_objective(spec, batch, head_backend.name)
     loss, per_token, g, *found = FusedLossFunction.apply(
-        hidden, weight, bias, call, objective, entropy
+        hidden, weight, bias, lora_hidden, lora_weight, call, objective, entropy
     )
     values = TokenValues(*found)
     return _output(loss, per_token, values, batch, objective.metrics(values, g))

@@ -45,6 +45,7 @@ def applies(hidden: Tensor, head: Head, temperature: Tensor | float, entropy: bo
         and hidden.dtype == head.weight.dtype == torch.bfloat16
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         and head.bias is None
+        and head.lora_weight is None
         and head.softcap is None
         and not entropy
         and not isinstance(temperature, Tensor)

@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head: logits = softcap((hidden @ weight.T + bias) * logit_scale) / temperature."""
+    """A linear head: logits = softcap((hidden @ weight.T + bias) * logit_scale) / temperature.
+
+    With an adapter, hidden @ weight.T + lora_hidden @ lora_weight.T in place of the first product.
+    """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     logit_scale: float = 1.0
     softcap: float | None = None
+    lora_weight: Tensor | None = None  # [V, r]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_weight is None else self.lora_weight.shape[1]
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -65,18 +73,23 @@ class LogitTiles:
         temperature: Tensor | float,
         head: Head,
         weight_tile: Callable[[slice], Tensor],
+        lora_rows: Tensor | None = None,
     ) -> None:
         self.temperature, self.head, self.weight_tile = temperature, head, weight_tile
         dtype = compute_dtype(rows, head.weight)
         self.x = rows.to(dtype)
+        self.u = None if lora_rows is None else lora_rows.to(dtype)
         if head.softcap is None:  # scale and temperature go into the rows, which are fewer
             self.x = self.x * (head.logit_scale / temperature)
+            self.u = None if self.u is None else self.u * (head.logit_scale / temperature)
         on_cpu = dtype == torch.float32 and _has_onednn(self.x)
         self._linear = _linear_cpu if on_cpu else F.linear
 
     def __call__(self, v: slice) -> Tensor:
         """[c, v], the caller's to change."""
         z = self._linear(self.x, self.weight_tile(v))
+        if self.u is not None and self.head.lora_weight is not None:
+            z.addmm_(self.u, self.head.lora_weight[v].to(z.dtype).T)
         _finish_logits(z, self.temperature, self.head, v)
         return z
 
