@@ -8,10 +8,9 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from tiny_models import VOCAB, class_names, tiny
-from torch import Tensor, nn
+from tiny_models import VOCAB, assert_same_model, class_names, tiny
+from torch import nn
 
-from fused_grpo import linear_logprobs
 from fused_grpo.integrations.models import add_head_forward, causal_lm, head_of, verify_head
 
 # what every version has to understand; the sweep below takes in all others that transformers has
@@ -70,40 +69,6 @@ NEWER = tuple(
 
 def build(family: str, **options: object) -> nn.Module:
     return tiny(family, **options)
-
-
-def draw(model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Ids [3, 7] that no family gives a meaning, and what should follow."""
-    ids = torch.randint(2, 60, (3, 7))
-    return ids, ids.roll(-1, 1)
-
-
-def gradients(model: nn.Module, logps: Tensor) -> dict[str, Tensor | None]:
-    weights = torch.linspace(-1, 1, logps.numel()).view(logps.shape)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    found = torch.autograd.grad((logps * weights).sum(), parameters, allow_unused=True)
-    return dict(zip(names, found, strict=True))
-
-
-def assert_same_model(model: nn.Module) -> None:
-    """Log-probabilities, and the gradients of head and trunk, are those of the model's logits."""
-    ids, targets = draw(model)
-    expected = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-    expected = expected.gather(-1, targets[..., None])[..., 0]
-    wanted = gradients(model, expected)
-    got = model(
-        input_ids=ids,
-        head_fn=lambda hidden, head: linear_logprobs(
-            hidden, head.weight, targets, **head.arguments(hidden)
-        ),
-    ).logps
-    torch.testing.assert_close(got, expected, atol=5e-6, rtol=1e-5)
-    size = sum(float(g.square().sum()) for g in wanted.values() if g is not None) ** 0.5
-    for name, gradient in gradients(model, got).items():
-        assert (gradient is None) == (wanted[name] is None), name
-        if gradient is not None:
-            error = float((gradient - wanted[name]).norm())
-            assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
+
+from fused_grpo import linear_logprobs
 
 VOCAB = 97
 LIMIT = 30_000_000  # parameters; more means that a size has another name
@@ -127,3 +129,40 @@ def tiny(name: str, **options: Any) -> nn.Module:
     if getattr(head, "bias", None) is not None:
         nn.init.normal_(head.bias)
     return model
+
+
+def gradients(model: nn.Module, logps: Tensor) -> dict[str, Tensor | None]:
+    """Of a weighted sum, for everything in the model that trains."""
+    weights = torch.linspace(-1, 1, logps.numel()).view(logps.shape)
+    trained = {k: p for k, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad((logps * weights).sum(), tuple(trained.values()), allow_unused=True)
+    return dict(zip(trained, found, strict=True))
+
+
+def assert_same_model(model: nn.Module, **options: Any) -> None:
+    """Log-probabilities, and the gradients of head and trunk, are those of the model's logits.
+
+    `options` are given to `linear_logprobs` alone. Random numbers are those of one seed.
+    """
+    ids = torch.randint(2, 60, (3, 7))  # no family gives these a meaning
+    targets = ids.roll(-1, 1)
+
+    def run(**arguments: Any) -> Any:
+        torch.manual_seed(11)
+        return model(input_ids=ids, use_cache=False, **arguments)
+
+    expected = run().logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    wanted = gradients(model, expected)
+    got = run(
+        head_fn=lambda hidden, head: linear_logprobs(
+            hidden, head.weight, targets, **head.arguments(hidden), **options
+        ),
+    ).logps
+    torch.testing.assert_close(got, expected, atol=5e-6, rtol=1e-5)
+    size = sum(float(g.square().sum()) for g in wanted.values() if g is not None) ** 0.5
+    assert size > 0
+    for name, gradient in gradients(model, got).items():
+        assert (gradient is None) == (wanted[name] is None), name
+        if gradient is not None:
+            error = float((gradient - wanted[name]).norm())
+            assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"

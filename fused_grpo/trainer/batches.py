@@ -66,13 +66,8 @@ class MicroBatch:
         if self.reference is None:
             return {}
         hidden, head = self.reference
-        return {
-            "ref_hidden": hidden,
-            "ref_weight": head.weight,
-            "ref_bias": head.bias,
-            "ref_logit_scale": head.logit_scale,
-            "ref_softcap": head.softcap,
-        }
+        own = {f"ref_{name}": value for name, value in head.options.items()}
+        return {"ref_hidden": hidden, "ref_weight": head.weight} | own
 
     def model_inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """Keywords for the model's forward; positions count from the first token of the prompt."""
@@ -135,8 +130,9 @@ def loss_of(
     sums, share = _step_sums(batch, args)
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> GRPOLossOutput:
+        states = batch.predicting(hidden)
         out = grpo_loss(
-            batch.predicting(hidden),
+            states,
             head.weight,
             batch.completion_ids,
             batch.advantages,
@@ -148,12 +144,15 @@ def loss_of(
             temperature=args.temperature,
             **batch.reference_head(),
             **batch.support(args),
-            **head.options,
+            **head.arguments(states),
             **options,
             **sums,
         )
         if share != 1:
             out.loss = out.loss * share
+        if head.aux_loss is not None:  # of the micro-batch, whatever the reduction of the loss
+            out.loss = out.loss + head.aux_loss / args.gradient_accumulation_steps
+            out.metrics["aux_loss"] = head.aux_loss.detach()
         return out
 
     return head_fn
@@ -180,14 +179,15 @@ def logps_of(batch: MicroBatch, args: GRPOConfig) -> Callable[[Tensor, LanguageM
     targets = batch.completion_ids.masked_fill(~batch.completion_mask, IGNORE_INDEX)
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
+        states = batch.predicting(hidden)
         return linear_logprobs(
-            batch.predicting(hidden),
+            states,
             head.weight,
             targets,
             temperature=args.temperature,
             ignore_index=IGNORE_INDEX,
             **batch.support(args),
-            **head.options,
+            **head.arguments(states),
         ).logps
 
     return head_fn
@@ -199,13 +199,14 @@ def support_of(
     """A `head_fn`: [B, T, K] the ids that the sampler kept, -1 where a token does not count."""
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
+        states = batch.predicting(hidden)
         return linear_support(
-            batch.predicting(hidden),
+            states,
             head.weight,
             mask=batch.completion_mask,
             temperature=args.temperature,
             **args.sampler_support,
-            **head.options,
+            **head.arguments(states),
         )
 
     return head_fn
