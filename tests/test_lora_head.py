@@ -343,6 +343,16 @@ def test_triton_is_refused_by_name() -> None:
         )
 
 
+@pytest.mark.parametrize("tau", [None, 0.0])
+def test_routed_gradients_refuse_it(tau: float | None) -> None:
+    case = make_case(dtype=torch.float32, ref=False)
+    call = adapter(case, 2) | {"backward": "routed", "route_tau": tau}
+    with pytest.raises(ValueError, match="'routed' does not know lora_weight"):
+        grpo_loss(case.hidden, case.weight, case.ids, case.advantages, **case.tensors, **call)
+    with pytest.raises(ValueError, match="'routed' does not know lora_weight"):
+        linear_logprobs(case.hidden, case.weight, case.ids, **call)
+
+
 def test_compiled_calls_refuse_it() -> None:
     case = make_case(dtype=torch.float32, ref=False)
     lora = adapter(case, 2)
