@@ -251,15 +251,17 @@ def test_the_samplers_support_is_that_of_the_adapted_head() -> None:
 # Work and memory
 
 
-def big(rank: int, **options: Any) -> dict[str, Any]:
+def big(
+    rank: int, width: int = 32, dim: int = 64, vocab: int = 600, **options: Any
+) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     return {
-        "hidden": torch.randn(4, 32, 64, generator=g),
-        "weight": torch.randn(600, 64, generator=g),
-        "completion_ids": torch.randint(600, (4, 32), generator=g),
+        "hidden": torch.randn(4, width, dim, generator=g),
+        "weight": torch.randn(vocab, dim, generator=g),
+        "completion_ids": torch.randint(vocab, (4, width), generator=g),
         "advantages": torch.tensor([1.0, 2.0, 0.5, 1.5]),
-        "lora_hidden": torch.randn(4, 32, rank, generator=g),
-        "lora_weight": torch.randn(600, rank, generator=g),
+        "lora_hidden": torch.randn(4, width, rank, generator=g),
+        "lora_weight": torch.randn(vocab, rank, generator=g),
         "chunk_bytes": 1 << 16,
     } | options
 
@@ -279,16 +281,18 @@ def test_a_frozen_weight_costs_no_gradient_buffer(level: str, dtype: torch.dtype
     assert work.count == 4 * 32 * 600 * (2 * 64 + 3 * 8)
 
 
-@pytest.mark.parametrize("rank", [8, 128])
+@pytest.mark.parametrize("rank", [8, 512])
 def test_the_planner_counts_the_rank(rank: int) -> None:
-    call = big(rank, chunk_bytes=1 << 18)
+    """A chunk of hidden states [c, 16] is small beside that of an adapter's, [c, 512]."""
+    call = big(rank, width=128, dim=16, vocab=200, chunk_bytes=1 << 19)
     for name in LEAVES:
         if name in call:
             call[name].requires_grad_()
     with MemoryTracker() as memory:
         grpo_loss(**call).loss.backward()
     gradients = sum(4 * call[name].numel() for name in LEAVES if name in call)
-    assert memory.peak <= gradients + (1 << 18) + 128 * 160
+    over = memory.peak - gradients - (1 << 19) - 4 * 128 * 100
+    assert over <= 0, f"{over} bytes over"
 
 
 def test_bf16_exponentials_are_not_taken_without_the_adapter() -> None:
