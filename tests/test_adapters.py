@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+import transformers
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from tiny_models import assert_same_model, tiny
 from torch import nn
 
 from fused_grpo.integrations.models import add_head_forward, head_of, verify_head
 
+NEW = hasattr(transformers, "HyperCLOVAXForCausalLM")
 TARGETS = ["q_proj", "lm_head"]
 
 
@@ -165,6 +167,34 @@ def test_bf16_model_with_adapters_in_float32() -> None:
     hidden = torch.randn(2, 5, 32).bfloat16()
     arguments = head.arguments(hidden)
     assert arguments["lora_hidden"].dtype == arguments["lora_weight"].dtype == torch.float32
+    verify_head(model)
+
+
+def test_adapters_put_into_the_model_itself() -> None:
+    """Without PEFT's wrapper around it, as `model.add_adapter` of transformers does."""
+    model: Any = tiny("LlamaForCausalLM")
+    inject_adapter_in_model(lora(), model)
+    add_head_forward(model)
+    assert head_of(model).adapter is not None
+    verify_head(model)
+    assert_same_model(model)
+    model.lm_head.enable_adapters(False)
+    assert head_of(model).adapter is None
+    verify_head(model)
+
+
+def renamed(module: nn.Module) -> None:
+    """As `fully_shard` does: an instance of a class of its own, made from the module's."""
+    kind = type(module)
+    module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch"})
+
+
+def test_classes_that_fsdp_puts_in_front() -> None:
+    model: Any = tiny("HyperCLOVAXForCausalLM") if NEW else tiny("LlamaForCausalLM")
+    inject_adapter_in_model(lora(), model)
+    for module in (model.lm_head, model.model, model):
+        renamed(module)
+    assert head_of(model).adapter is not None
     verify_head(model)
 
 

@@ -63,3 +63,12 @@ def test_another_way_to_make_it_raises(family: str) -> None:
     add_head_forward(model)
     with pytest.raises((ValueError, AttributeError), match="router_logits"):
         model(input_ids=IDS, output_router_logits=True, head_fn=lambda _, head: head)
+
+
+def test_it_is_found_behind_a_class_that_fsdp_puts_in_front() -> None:
+    model: Any = tiny("MixtralForCausalLM", output_router_logits=True)
+    add_head_forward(model)
+    plain = model(input_ids=IDS, head_fn=lambda _, head: head).aux_loss
+    kind = type(model)
+    model.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch"})
+    torch.testing.assert_close(model(input_ids=IDS, head_fn=lambda _, h: h).aux_loss, plain)

@@ -65,7 +65,7 @@ def unwrapped(head: Any, name: str) -> tuple[nn.Module, HeadAdapter | None]:
     if hasattr(head, "modules_to_save"):
         return _trained_copy(head), None
     lora = sys.modules.get("peft.tuners.lora.layer")
-    if lora is not None and type(head) is lora.Linear:
+    if lora is not None and getattr(type(head), "forward", None) is lora.Linear.forward:
         return head.base_layer, _lora(head, name)
     if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
         raise ValueError(

@@ -27,7 +27,9 @@ def auxiliary_loss(model: Any, router_logits: Any, attention_mask: Tensor | None
         found = (getattr(owner, name, None) for name in names for owner in (model, config))
         return next((value for value in found if value is not None), None)
 
-    function = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)  # FSDP's comes first
+    found = (getattr(module, "load_balancing_loss_func", None) for module in modules)
+    function = next((f for f in found if f is not None), None)
     coefficient = number("router_aux_loss_coef", "aux_loss_coef")
     experts, chosen = number("num_experts"), number("num_experts_per_tok")
     own_way = "sqrt" in forward_words(type(model).forward)  # Doge: the number of its keys

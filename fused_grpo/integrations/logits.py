@@ -73,7 +73,7 @@ def logit_rules(model: Any, config: Any) -> LogitRules:
     scale = 1.0
     for key, power in SCALES.items():
         factor = _number(key, value(key), name)
-        inverted = any(name.startswith(f) and key == k for f, k in INVERTED.items())
+        inverted = any(key == k and _is_of(f, model) for f, k in INVERTED.items())
         scale *= 1.0 if factor is None else factor ** (-power if inverted else power)
     base = _number(MINICPM, value(MINICPM), name)
     scale *= 1.0 if base is None else base / config.hidden_size
@@ -84,6 +84,11 @@ def logit_rules(model: Any, config: Any) -> LogitRules:
     if not math.isfinite(scale) or scale == 0:
         raise ValueError(f"{name} scales its logits by {scale}")
     return LogitRules(scale, cap, vocab)
+
+
+def _is_of(family: str, model: Any) -> bool:
+    """By the names of its classes: FSDP puts one of its own in front."""
+    return any(kind.__name__.startswith(family) for kind in type(model).__mro__)
 
 
 def _number(key: str, value: Any, name: str) -> float | None:
