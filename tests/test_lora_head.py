@@ -17,8 +17,8 @@ from oracle import DTYPES, TOLERANCE, assert_gradient, assert_outputs_agree, clo
 from torch import Tensor
 
 from fused_grpo import grpo_loss, linear_logprobs, linear_support
+from fused_grpo.exponentials import applies
 from fused_grpo.reference import reference_logprobs, reference_loss
-from fused_grpo.rounded import applies
 from fused_grpo.tiles import Head
 
 LEAVES = ("hidden", "weight", "bias", "lora_hidden", "lora_weight")
@@ -295,9 +295,17 @@ def test_the_planner_counts_the_rank(rank: int) -> None:
     assert over <= 0, f"{over} bytes over"
 
 
-def test_bf16_exponentials_are_not_taken_without_the_adapter() -> None:
-    x = torch.zeros(2, 4, dtype=torch.bfloat16)
-    assert not applies(x, Head(x, lora_weight=x[:, :1]), 1.0, entropy=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exponentials_are_not_taken_without_the_adapter(dtype: torch.dtype) -> None:
+    """Not out of the weight's product alone, which the adapter's would have to enter first."""
+    weight = torch.zeros(4096, 4, dtype=dtype)
+    head = Head(weight, lora_weight=weight[:, :1])
+    assert not applies(weight[:2], head, 1.0, entropy=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_vocabulary_of_some_thousands(dtype: torch.dtype) -> None:
+    check(make_case(dtype=dtype, vocab=4500, ref=False), chunk_bytes=1 << 20)
 
 
 # What is refused
