@@ -288,6 +288,7 @@ def test_against_the_formula_in_fp64(number: int) -> None:
     same(got, reference(batch, **options), torch.float32, tol)
 
 
+@pytest.mark.both_backends
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_against_the_class(loss_type: str) -> None:
     options = {"loss_type": loss_type, "beta": 0.2, "chunk_size": 2, **needed(loss_type)}

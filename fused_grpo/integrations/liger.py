@@ -128,51 +128,34 @@ def _plain(
 def _luspo(call: _Call, options: Options, ratio: Tensor | None) -> _Results:
     """sum_b n_b sum_t loss_bt / (B width) over the loss as it is shaped, masked positions included.
 
-    A sequence-level loss is [B, 1] and the sum that of luspo; a KL or a weight per token makes it
-    [B, T], as token-level ratios do.
+    A sequence-level loss is [B, 1], and the sum is that of luspo; a KL or a weight per token makes
+    it [B, T], as token-level ratios do.
     """
-    by_token = options.importance_sampling_level == "token"
     rows, width = call.ids.shape
-    lengths = call.mask.to(torch.float32).sum(1, keepdim=True)
+    by_token = options.importance_sampling_level == "token"
     wide_ratio = ratio is not None and ratio.shape[1] == width and width > 1
-    if not by_token and not options.penalises and not wide_ratio:
-        weights = (lengths > 0).expand(rows, width) / rows
-        out = grpo_loss(
-            call.hidden,
-            call.weight,
-            call.ids,
-            call.advantages,
-            completion_mask=call.mask,
-            importance_sampling_ratio=ratio,
-            token_weights=weights.float(),
-            **call.head,
-            **call.tensors,
-            **options.of_loss(),
-        )
-        return out.loss, out.metrics
+    if by_token or options.penalises or wide_ratio:
+        return _wide_luspo(call, options, ratio, by_token)
+    out = grpo_loss(
+        call.hidden,
+        call.weight,
+        call.ids,
+        call.advantages,
+        completion_mask=call.mask,
+        importance_sampling_ratio=ratio,
+        token_weights=torch.full((rows, width), 1 / rows, device=call.ids.device),
+        **call.head,
+        **call.tensors,
+        **options.of_loss(),
+    )
+    return out.loss, out.metrics
+
+
+def _wide_luspo(call: _Call, options: Options, ratio: Tensor | None, by_token: bool) -> _Results:
+    """Where the loss is [B, T]: by autograd from log-probabilities of all positions."""
     ref_logps, old = _reference_logps(call), call.tensors.get("old_per_token_logps")
     logps = linear_logprobs(call.hidden, call.weight, call.ids, **call.head).logps
     spec = options.of_loss()
-    of_policy = {k: v for k, v in spec.items() if k not in ("beta", "use_bias_correction_kl")}
-    policy = policy_loss(
-        logps,
-        call.advantages,
-        completion_mask=None if by_token else call.mask,
-        old_per_token_logps=old,
-        reduction="none",
-        **of_policy,
-    ).per_token_loss
-    log_ratio = logps - (logps.detach() if old is None else old)
-    if not by_token:
-        n = lengths.clamp(min=1)
-        policy = policy.sum(1, keepdim=True) / n
-        log_ratio = torch.where(call.mask != 0, log_ratio, 0).sum(1, keepdim=True) / n
-    losses = policy if ratio is None else policy * ratio
-    if ref_logps is not None:
-        kl = k3(ref_logps - logps)
-        kl = kl * log_ratio.exp() if options.use_bias_correction_kl else kl
-        losses = losses + options.beta * kl
-    loss = (losses * lengths).sum() / (rows * losses.shape[1])
     with torch.no_grad():
         seen = policy_loss(
             logps.detach(),
@@ -182,7 +165,26 @@ def _luspo(call: _Call, options: Options, ratio: Tensor | None) -> _Results:
             ref_per_token_logps=ref_logps,
             **spec,
         )
-    return loss, seen.metrics
+    losses = policy_loss(
+        logps,
+        call.advantages,
+        completion_mask=None if by_token else call.mask,
+        old_per_token_logps=old,
+        reduction="none",
+        **{k: v for k, v in spec.items() if k not in ("beta", "use_bias_correction_kl")},
+    ).per_token_loss
+    lengths = call.mask.to(logps.dtype).sum(1, keepdim=True)
+    log_ratio = logps - (logps.detach() if old is None else old)
+    if not by_token:
+        n = lengths.clamp(min=1)
+        losses = losses.sum(1, keepdim=True) / n
+        log_ratio = torch.where(call.mask != 0, log_ratio, 0).sum(1, keepdim=True) / n
+    losses = losses if ratio is None else losses * ratio
+    if ref_logps is not None:
+        kl = k3(ref_logps - logps)
+        kl = kl * log_ratio.exp() if options.use_bias_correction_kl else kl
+        losses = losses + options.beta * kl
+    return (losses * lengths).sum() / (logps.shape[0] * losses.shape[1]), seen.metrics
 
 
 def _reference_logps(call: _Call) -> Tensor | None:
