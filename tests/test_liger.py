@@ -328,6 +328,16 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
     same(call(FusedLinearGRPOLoss, batch, **options), want, torch.float32, 1e-5)
 
 
+def test_compiled_and_chunk_size_have_no_effect() -> None:
+    batch = make_batch(reference="logps").to(torch.float32)
+    want = call(FusedLinearGRPOLoss, batch)
+    for options in ({"compiled": True}, {"chunk_size": 3}):
+        got = call(FusedLinearGRPOLoss, batch, **options)
+        assert torch.equal(got[0], want[0])
+        for a, b in zip(got[2], want[2], strict=True):
+            assert torch.equal(a, b)  # type: ignore[arg-type]
+
+
 def test_everything_masked() -> None:
     batch = make_batch(reference="logps").to(torch.float32)
     batch.mask = torch.zeros_like(batch.mask)

@@ -8,5 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # verl imports this in every process; it replaces the heads and registers the policy losses
 export VERL_USE_EXTERNAL_MODULES=fused_grpo.integrations.verl_plugin
 
-mapfile -t overrides < <(grep -vE '^(#|$)' overrides.txt)
+overrides=()
+while IFS= read -r line; do
+    overrides+=("$line")
+done < <(grep -vE '^(#|$)' overrides.txt)
 exec python3 -m verl.trainer.main_ppo "${overrides[@]}" "$@"
