@@ -13,6 +13,7 @@ from fused_grpo.backends import CHUNKED, Backend
 from fused_grpo.checks import check_head, check_number, check_targets, check_tensor
 from fused_grpo.ops import HeadCall, LogprobsFunction, ReferenceCall
 from fused_grpo.passes import Needs, TokenValues
+from fused_grpo.routed import Route
 from fused_grpo.support import make_support
 
 SAME = "same"
@@ -35,6 +36,7 @@ def make_call(
     reference: dict[str, Any] | None = None,
     backend: Backend = CHUNKED,
     counted: Tensor | None = None,
+    route: Route | None = None,
 ) -> HeadCall:
     """`name` and `shape` are those of the ids that hold the targets [n] at `index`; with `counted`
     [n] every position is a token, and these are the ones that count.
@@ -58,6 +60,7 @@ def make_call(
         kept,
         backend=backend,
         counted=counted,
+        route=route,
     )
     if reference is None:
         return call

@@ -72,7 +72,7 @@ def head_pass(
     work = Workspace.allocate(plan, tokens, head, needs, reference)
     with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
         for span in slices(tokens.index.numel(), plan.tokens):
-            chunk, values = _forward(tokens, head, needs, span, work, reference)
+            chunk, values = forward_chunk(tokens, head, needs, span, work, reference)
             result.write(span, values)
             if coefficients is not None and needs.any_grad:
                 upstream = coefficients(span, values)
@@ -114,7 +114,7 @@ def empty_result(
     )
 
 
-def _forward(
+def forward_chunk(
     tokens: Tokens,
     head: Head,
     needs: Needs,
@@ -122,14 +122,16 @@ def _forward(
     work: Workspace,
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
+    """A chunk up to its values; fills the buffers of `work`."""
     rows, target = tokens.rows(span), tokens.target[span]
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
-    exps, deltas = (None if x is None else x[: len(rows)] for x in (work.exps, work.deltas))
-    beside = None if reference is None else _reference_tiles(reference, span, work, deltas)
+    work = work.rows(len(rows))
+    exps, groups = work.exps, work.groups
+    beside = None if reference is None else _reference_tiles(reference, span, work)
     sums = within = None
     plain = tokens.support is None and beside is None
     if plain and rounded.applies(rows, head, tokens.temperature, needs.entropy):
-        sums = rounded.exponentials(rows, target, head.weight, work.tile, exps)
+        sums = rounded.exponentials(rows, target, head.weight, work.tile, exps, groups)
     if sums is None:
         sums, within = tile_softmax(
             LogitTiles(rows, temperature, head, work.weight_tile),
@@ -139,6 +141,8 @@ def _forward(
             needs.entropy,
             None if tokens.support is None else tokens.support[span],
             beside,
+            groups,
+            work.logits,
         )
     stats = row_statistics(sums)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
@@ -150,17 +154,15 @@ def _forward(
         values.ref_logps, divergence = beside.finish(sums, stats)
         values.kl = None if divergence is None else divergence.kl
     chunk = Chunk(
-        rows, tokens.index[span], target, temperature, sums, stats, divergence, exps, deltas
+        rows, tokens.index[span], target, temperature, sums, stats, divergence, exps, work.deltas
     )
     return chunk, values
 
 
-def _reference_tiles(
-    reference: Reference, span: slice, work: Workspace, deltas: Tensor | None
-) -> ReferenceTiles:
+def _reference_tiles(reference: Reference, span: slice, work: Workspace) -> ReferenceTiles:
     tokens, head = reference.tokens, reference.head
     rows = tokens.rows(span)
     assert work.ref_weight_tile is not None
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     logits = LogitTiles(rows, temperature, head, work.ref_weight_tile)
-    return ReferenceTiles(logits, full=reference.full, top_k=reference.top_k, deltas=deltas)
+    return ReferenceTiles(logits, full=reference.full, top_k=reference.top_k, deltas=work.deltas)

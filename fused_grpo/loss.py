@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fused_grpo import compiled
+from fused_grpo import compiled, routed
 from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import SAME, make_call, token_values
@@ -31,6 +31,7 @@ from fused_grpo.reference import (
     reference_support_of,
     token_losses,
 )
+from fused_grpo.routed import Route, RouteOptions
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 from fused_grpo.triton_policy import fixed_capacity, make_objective
@@ -69,7 +70,11 @@ class GRPOLossOutput:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-class GRPOOptions(LossOptions, SupportOptions, total=False):
+class LogprobsOptions(SupportOptions, RouteOptions, total=False):
+    """Options of `linear_logprobs` for its support and its gradients."""
+
+
+class GRPOOptions(LossOptions, LogprobsOptions, total=False):
     """Options of `grpo_loss` beside its tensors and the head's."""
 
 
@@ -88,7 +93,7 @@ def linear_logprobs(
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
     compact: bool | None = None,
-    **support: Unpack[SupportOptions],
+    **options: Unpack[LogprobsOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
 
@@ -118,10 +123,13 @@ def linear_logprobs(
         compact: leave out tokens that do not count or send nothing back; the host then waits for
             their number. False (triton only): never, shapes are fixed, and such tokens cost as much
             as others. None: True, but for the capture of a CUDA graph.
-        support: `support_top_k`, `support_top_p`, `support_min_p`, `support_min_logp`,
-            `support_min_logit`, `support_ids`: normalise over the entries that a sampler could have
-            drawn, see `support.SupportOptions`. The support is a constant; a target outside of it
-            counts as kept.
+        support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
+            support_ids: normalise over the entries that a sampler could have drawn, see
+            `support.SupportOptions`. The support is a constant; a target outside of it counts as
+            kept.
+        backward, route_tau, route_seed, route_weight_grad, sequence_ids: sparse, unbiased
+            gradients, see `routed.RouteOptions`; sequence_ids in the shape of targets[..., 0], as
+            the last dimension is that of positions.
 
     Returns:
         fp32 results (fp64 for fp64 inputs), from fp32 logits with fp32 accumulators whatever the
@@ -141,7 +149,7 @@ def linear_logprobs(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
-            **support,
+            **options,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
     check_choice("backend", backend, BACKENDS)
@@ -152,13 +160,14 @@ def linear_logprobs(
             f"targets has shape {list(targets.shape)}, hidden {list(hidden.shape)}: "
             "the leading dimensions must be the same"
         )
-    support_options = _known(support, SupportOptions.__annotations__)
-    wants = "sampling support" if support else None
-    head_backend = choose(backend, hidden, weight, wants)
+    support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
+    head_backend = choose(backend, hidden, weight, _wants(routing, support))
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     index = positions(counted, compact)
+    rows, length = targets.shape[:-1].numel(), targets.shape[-1] if targets.dim() else 1
+    route = _route(routing, index // length, rows, backend, support)
     call = make_call(
         "targets",
         (flat[index] if compact else torch.where(counted, flat, 0)).long(),
@@ -171,9 +180,10 @@ def linear_logprobs(
         softcap=softcap,
         chunk_bytes=chunk_bytes,
         check=check_inputs,
-        support=support_options,
+        support=support,
         backend=head_backend,
         counted=None if compact else counted,
+        route=route,
     )
     if backend == "reference":
         head: dict[str, Any] = {
@@ -182,7 +192,7 @@ def linear_logprobs(
             "logit_scale": logit_scale,
             "softcap": softcap,
             "ignore_index": ignore_index,
-            **support_options,
+            **support,
         }
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
         if call.support is None:
@@ -375,7 +385,8 @@ def grpo_loss(
         return GRPOLossOutput(
             *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
         )
-    support, loss_options = _split(options)
+    support, options_left = _split(options, SupportOptions)
+    routing, loss_options = _split(options_left, RouteOptions)
     spec = _spec(loss_options)
     reference: dict[str, Any] = {
         "ref_hidden": ref_hidden,
@@ -406,8 +417,7 @@ def grpo_loss(
         "group_ids": group_ids,
     }
     given_reference = _given(reference)
-    wants = "reference head" if given_reference else "sampling support" if support else None
-    head_backend = choose(backend, hidden, weight, wants)
+    head_backend = choose(backend, hidden, weight, _wants(routing, support, given_reference))
     compact = compaction(compact, head_backend.name, hidden.device)
     if not compact:
         fixed_capacity(spec, tensors)
@@ -422,6 +432,7 @@ def grpo_loss(
         dtype=compute_dtype(hidden, weight),
         compact=compact,
     )
+    route = _route(routing, batch.sequence, len(batch.lengths), backend, support, spec)
     call = make_call(
         "completion_ids",
         batch.target,
@@ -440,6 +451,7 @@ def grpo_loss(
         else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
         backend=head_backend,
         counted=batch.counted,
+        route=route,
     )
     entropy = entropy or spec.needs_entropy
     if backend == "reference":
@@ -464,7 +476,10 @@ def grpo_loss(
         hidden, weight, bias, call, objective, entropy
     )
     values = TokenValues(*found)
-    return _output(loss, per_token, values, batch, objective.metrics(values, g))
+    logged = objective.metrics(values, g)
+    if values.routing is not None:
+        logged |= routed.metrics(values.routing, g, values.logps, weight.shape[0])
+    return _output(loss, per_token, values, batch, logged)
 
 
 class GRPOLoss(nn.Module):
@@ -477,7 +492,8 @@ class GRPOLoss(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         known = set(inspect.signature(grpo_loss).parameters) - {"options"}
-        _, loss_options = _split({k: v for k, v in options.items() if k not in known})
+        left = {k: v for k, v in options.items() if k not in known}
+        _, loss_options = _split(_split(left, SupportOptions)[1], RouteOptions)
         _spec(loss_options)
         self.options = options
 
@@ -566,11 +582,42 @@ def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return dict(options)
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(options of the support, options of the loss)."""
-    of_support = SupportOptions.__annotations__
-    support = {k: v for k, v in options.items() if k in of_support}
-    return support, {k: v for k, v in options.items() if k not in of_support}
+def _split(options: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the options of a TypedDict, the others)."""
+    mine = {k: v for k, v in options.items() if k in kind.__annotations__}
+    return mine, {k: v for k, v in options.items() if k not in mine}
+
+
+def _wants(
+    routing: Mapping[str, Any], support: Mapping[str, Any], reference: Mapping[str, Any] = {}
+) -> str | None:
+    """What of a call only chunked torch can do."""
+    if routing.get("backward", "exact") != "exact":
+        return "routed backward"
+    return "reference head" if reference else "sampling support" if support else None
+
+
+def _route(
+    options: dict[str, Any],
+    sequence: Tensor,
+    num_sequences: int,
+    backend: str,
+    support: Mapping[str, Any],
+    spec: LossSpec | None = None,
+) -> Route | None:
+    route = routed.make_route(options, sequence, num_sequences)  # type: ignore[arg-type]
+    if options.get("backward") != "routed":
+        return route
+    if backend == "reference":
+        raise ValueError("backend='reference' has exact gradients only, not backward='routed'")
+    if any(value is not None for value in support.values()):
+        raise ValueError(f"backward='routed' does not know {', '.join(support)}: use 'exact'")
+    if spec is not None and spec.head_kl:
+        raise ValueError(
+            f"backward='routed' does not know kl_estimator={spec.kl_estimator!r}, whose gradient "
+            "is not sparse: use 'exact'"
+        )
+    return route
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

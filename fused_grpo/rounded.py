@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 
 from fused_grpo.memory import slices
-from fused_grpo.tiles import Head, TileSums, rows_in_tile
+from fused_grpo.tiles import GROUP, Head, TileSums, rows_in_tile
 
 # Entries up to e^39 times as likely as the target, and down to e^-39, are represented.
 _SHIFT = 48.0
 _LARGEST = 2.0**-12  # sigmoid(x) is e^x to this relative error
 _EXACT_SHARE = 2.0**-9
 _DITHER = 2.0**-5  # 4 to 8 spacings of bf16
-_GROUP = 64
 _GATHERED = 512  # rows of the weight at a time: they stay in cache
 
 
@@ -53,13 +52,18 @@ def applies(hidden: Tensor, head: Head, temperature: Tensor | float, entropy: bo
 
 
 def exponentials(
-    rows: Tensor, target: Tensor, weight: Tensor, tile: int, exps: Tensor | None
+    rows: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    tile: int,
+    exps: list[Tensor] | None,
+    groups: Tensor | None = None,
 ) -> TileSums | None:
     """The forward of a chunk like `tiles.tile_softmax`, with one softmax for the whole row.
 
-    Fills `exps` [c, V] bf16 with exp(z - k), 0 at the target, where it is given. None where a row
-    is out of range (its target e^39 times less likely than the others, or NaN): then `exps` is of
-    no use.
+    Fills `exps`, bf16 tiles, with exp(z - k), 0 at the target, where they are given, and `groups`
+    with the sums of its groups before they were rounded. None where a row is out of range (its
+    target e^39 times less likely than the others, or NaN): then both are of no use.
     """
     vocab = weight.shape[0]
     x = rows.float()
@@ -68,18 +72,21 @@ def exponentials(
     shift = dither(vocab)
     undither = shift.float().neg_().exp_()
     product = _sigmoids(rows, k, weight, shift, min(tile, vocab))
-    block = x.new_zeros(rows.shape[0], min(tile, vocab) + -min(tile, vocab) % _GROUP)
+    block = x.new_zeros(rows.shape[0], min(tile, vocab) + -min(tile, vocab) % GROUP)
     sums = _Sums(torch.zeros_like(z_target))
-    for v in slices(vocab, tile):
+    for j, v in enumerate(slices(vocab, tile)):
         e = product(v)
         column = target - v.start
         hit = rows_in_tile(column, e.shape[1])
         e[hit, column[hit]] = 0.0
         block[:, : e.shape[1]].copy_(e).mul_(undither[v])
         block[:, e.shape[1] :] = 0.0
-        sums.add(block, v.start)
+        of_groups = sums.add(block, v.start)
+        if groups is not None:
+            first, last = v.start // GROUP, -(-v.stop // GROUP)
+            groups[:, first:last] = of_groups[:, : last - first]
         if exps is not None:
-            exps[:, v] = block[:, : e.shape[1]]
+            exps[j][:, : e.shape[1]] = block[:, : e.shape[1]]
     if not bool((sums.mass <= _LARGEST).all()):  # or NaN
         return None
     mass = sums.exact(x, weight, k.float())
@@ -129,9 +136,12 @@ class _Sums:
         nowhere = mass.new_empty(0, dtype=torch.int64)
         self.large = nowhere, nowhere, mass.new_empty(0)  # rows, columns and rounded values
 
-    def add(self, e: Tensor, start: int) -> None:
-        """Adds a tile e [c, v], whose first column is `start`; v is a multiple of _GROUP."""
-        groups = e.unflatten(1, (-1, _GROUP))
+    def add(self, e: Tensor, start: int) -> Tensor:
+        """Adds a tile e [c, v], whose first column is `start`; v is a multiple of GROUP.
+
+        Returns the sums of its groups.
+        """
+        groups = e.unflatten(1, (-1, GROUP))
         sums = groups.sum(-1)
         self.mass += sums.sum(1)
         # the whole sum is at least what is known so far; only a group above it can hold an entry
@@ -139,10 +149,11 @@ class _Sums:
         row, group = (sums > above[:, None]).nonzero(as_tuple=True)
         values = groups.flatten(0, 1).index_select(0, row * groups.shape[1] + group)
         hit, offset = (values > above[row, None]).nonzero(as_tuple=True)
-        new = row[hit], group[hit] * _GROUP + (offset + start), values[hit, offset]
+        new = row[hit], group[hit] * GROUP + (offset + start), values[hit, offset]
         both = [torch.cat(pair) for pair in zip(self.large, new, strict=True)]
         still = both[2] > above[both[0]]
         self.large = both[0][still], both[1][still], both[2][still]
+        return sums
 
     def exact(self, x: Tensor, weight: Tensor, k: Tensor) -> Tensor:
         """[c] the sums with their largest entries computed in fp32."""
