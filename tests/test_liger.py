@@ -1,6 +1,7 @@
 """Liger's fused GRPO loss by ours: signature, loss, metrics and all gradients, and the patch.
 
 What Liger computes on log-probabilities is called in float64 on full logits: that is the reference.
+Liger's published tests run against ours with `-p` and a module that calls `patch()`.
 """
 
 from __future__ import annotations
