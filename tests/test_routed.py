@@ -546,6 +546,36 @@ def test_a_reference_head_is_read_in_the_same_pass() -> None:
     assert (grads[0] - grads[1]).norm() < 1e-4 * grads[1].norm()
 
 
+def test_under_torch_compile() -> None:
+    call = leaves(24)
+    hidden = call["hidden"].view(2, 12, WIDTH).requires_grad_()
+    weight = call["weight"].requires_grad_()
+    ids, options = call["targets"].view(2, 12), {"backward": "routed", "route_tau": TAU}
+
+    def loss(ids_of_sequences: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = grpo_loss(
+            hidden,
+            weight,
+            ids,
+            torch.ones(2),
+            sequence_ids=ids_of_sequences,
+            route_seed=3,
+            **options,
+        )
+        return out.loss, out.metrics
+
+    names = torch.tensor([7, 2**40])
+    want, metrics = loss(names)
+    expected = torch.autograd.grad(want, [hidden, weight])
+    torch._dynamo.reset()
+    got, found = torch.compile(loss, backend="aot_eager", fullgraph=True)(names)
+    for x, y in zip(torch.autograd.grad(got, [hidden, weight]), expected, strict=True):
+        assert torch.equal(x, y)
+    assert set(found) == set(metrics)
+    for name, value in metrics.items():
+        torch.testing.assert_close(found[name], value)
+
+
 def test_entries_are_flushed_when_they_take_too_much_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
