@@ -105,14 +105,14 @@ def in_turns(case: Case, options: dict[str, Any], rounds: int) -> float:
 
 def table(case: dict[str, Any]) -> str:
     lines = [
-        f"T = {case['temperature']}: {case['tokens']} tokens, mean entropy {case['entropy']:.2f} nat",
+        f"T = {case['temperature']}: {case['tokens']} tokens, mean entropy {case['entropy']:.2f}",
         "",
         "| tau | kept per token | dh error | dW error | estimated noise | time over exact |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| 2^-{r['exponent']} | {r['kept']:.0f} | {r['dh']:.2%} | {r['dw']:.2%} | {r['noise']:.2%} "
-        f"| {r['over_exact']:.2f} |"
+        f"| 2^-{r['exponent']} | {r['kept']:.0f} | {r['dh']:.2%} | {r['dw']:.2%} "
+        f"| {r['noise']:.2%} | {r['over_exact']:.2f} |"
         for r in case["rows"]
     ]
     return "\n".join([*lines, ""])
@@ -130,7 +130,8 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
         label = f"T = {case['temperature']}, {case['entropy']:.2f} nat"
         line = error.plot(x, [100 * r["dh"] for r in case["rows"]], "o-", label=f"dh, {label}")
         color = line[0].get_color()
-        error.plot(x, [100 * r["dw"] for r in case["rows"]], "s--", color=color, label=f"dW, {label}")
+        dw = [100 * r["dw"] for r in case["rows"]]
+        error.plot(x, dw, "s--", color=color, label=f"dW, {label}")
         kept.plot(x, [r["kept"] for r in case["rows"]], "o-", label=label)
         cost.plot(x, [r["over_exact"] for r in case["rows"]], "o-", label=label)
     for axes, title in ((error, "error (%)"), (kept, "kept per token"), (cost, "time / exact")):
