@@ -159,16 +159,22 @@ def _two_or_three(hidden: Tensor) -> Tensor:
 
 
 def token_values(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: HeadCall,
+    entropy: bool,
+    statistics: bool = False,
 ) -> TokenValues:
     """[n] values of the counted tokens; log-probabilities, entropies and KL are differentiable."""
     hidden = _two_or_three(hidden)
+    call = replace(call, statistics=statistics)
     if torch.is_grad_enabled():
         reference = call.reference_tensors
-        logps, h, kl, ref, size, outside = LogprobsFunction.apply(
+        logps, h, kl, ref, size, outside, more = LogprobsFunction.apply(
             hidden, weight, bias, call, entropy, *reference
         )
-        return TokenValues(logps, h, ref, kl, size, outside)
+        return TokenValues(logps, h, ref, kl, size, outside, more)
     tokens, head = call.bind(hidden, weight, bias)
-    needs = Needs(entropy=entropy)
+    needs = Needs(entropy=entropy, statistics=statistics)
     return call.head_pass(tokens, head, needs, None, call.bind_reference())

@@ -39,6 +39,7 @@ from fused_grpo.passes import (
     Tokens,
     TokenValues,
 )
+from fused_grpo.statistics import STATISTICS, WatchedTiles
 from fused_grpo.tiles import (
     Head,
     LogitTiles,
@@ -66,7 +67,8 @@ def head_pass(
     Matmul work: 2NHV without coefficients, 6NHV with both gradients, 4NHV with one of them, and
     2NH_rV for a reference.
     """
-    needs = needs if coefficients is not None else Needs(entropy=needs.entropy)
+    if coefficients is None:
+        needs = Needs(entropy=needs.entropy, statistics=needs.statistics)
     result = empty_result(tokens, head, needs, reference)
     plan = plan_pass(tokens, head, needs, chunk_bytes, reference)
     work = Workspace.allocate(plan, tokens, head, needs, reference)
@@ -107,6 +109,9 @@ def empty_result(
         kl=values(reference is not None and reference.kl),
         support_size=values(tokens.support is not None, torch.int64),
         outside=values(tokens.support is not None, torch.bool),
+        statistics=torch.empty(n, len(STATISTICS), dtype=dtype, device=hidden.device)
+        if needs.statistics
+        else None,
         hidden_grad=zeros(hidden, needs.hidden_grad, hidden.dtype),
         # written by the first chunk that has a share in it
         weight_grad=torch.empty_like(head.weight, dtype=dtype) if needs.weight_grad else None,
@@ -129,12 +134,16 @@ def forward_chunk(
     exps, groups = work.exps, work.groups
     beside = None if reference is None else _reference_tiles(reference, span, work)
     sums = within = None
-    plain = tokens.support is None and beside is None
+    plain = tokens.support is None and beside is None and not needs.statistics
     if plain and rounded.applies(rows, head, tokens.temperature, needs.entropy):
         sums = rounded.exponentials(rows, target, head.weight, work.tile, exps, groups)
+    watched = None
     if sums is None:
+        tiles: LogitTiles | WatchedTiles = LogitTiles(rows, temperature, head, work.weight_tile)
+        if needs.statistics:
+            tiles = watched = WatchedTiles(tiles, target)  # type: ignore[arg-type]
         sums, within = tile_softmax(
-            LogitTiles(rows, temperature, head, work.weight_tile),
+            tiles,
             target,
             work.tile,
             exps,
@@ -146,6 +155,8 @@ def forward_chunk(
         )
     stats = row_statistics(sums)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
+    if watched is not None:
+        values.statistics = watched.statistics
     if within is not None:
         values = replace(
             values, support_size=within.size, outside=within.lacks(target, sums.z_target)

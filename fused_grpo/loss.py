@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -28,10 +28,12 @@ from fused_grpo.reference import (
     reference_logprobs,
     reference_loss,
     reference_policy_loss,
+    reference_statistics,
     reference_support_of,
     token_losses,
 )
 from fused_grpo.routed import Route, RouteOptions
+from fused_grpo.statistics import check_outputs, named
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 from fused_grpo.triton_policy import fixed_capacity, make_objective
@@ -42,13 +44,18 @@ class LinearLogprobs:
     """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs.
 
     With a sampling support also the number of entries that are kept, and whether the target is
-    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`.
+    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`. The last
+    four are the `outputs` that were asked for, constants (`is_top1` boolean).
     """
 
     logps: Tensor
     entropy: Tensor | None = None
     support_size: Tensor | None = None
     target_outside: Tensor | None = None
+    lse: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
 
 
 @dataclass
@@ -88,6 +95,7 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    outputs: Sequence[str] = (),
     ignore_index: int = -100,
     backend: str = "auto",
     check_inputs: bool | None = None,
@@ -113,6 +121,9 @@ def linear_logprobs(
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
         entropy: also return the entropies (nats), differentiable.
+        outputs: more results by name, without gradients: "lse", logsumexp(z); "log_sum_sq_probs",
+            log sum_v p_v^2; "mean_logits", the mean of z; "is_top1", whether the target is the
+            likeliest entry, the first of equals. Not by triton, nor with a support.
         backend: "triton" (kernels, for CUDA and ROCm; on a CPU only where TRITON_INTERPRET=1 was
             set before triton was imported), "chunked" (torch, a chunk of tokens at a time),
             "reference" (full logits, autograd), or "auto": triton on GPUs, else chunked.
@@ -139,6 +150,8 @@ def linear_logprobs(
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
     if torch.compiler.is_compiling():
+        if outputs:
+            raise ValueError(f"outputs={outputs!r} is not known under torch.compile")
         settings = {
             "temperature": temperature,
             "logit_scale": logit_scale,
@@ -161,7 +174,11 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
-    head_backend = choose(backend, hidden, weight, _wants(routing, support))
+    outputs = check_outputs(outputs)
+    if outputs and support:
+        raise ValueError(f"outputs={outputs!r} is not known with {', '.join(support)}")
+    wants = _wants(routing, support) or ("outputs" if outputs else None)
+    head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
     counted = flat != ignore_index
@@ -195,10 +212,14 @@ def linear_logprobs(
             **support,
         }
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
+        if outputs:
+            return LinearLogprobs(
+                logps, h, **reference_statistics(hidden, weight, targets, outputs, **head)
+            )
         if call.support is None:
             return LinearLogprobs(logps, h)
         return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
-    values = token_values(hidden, weight, bias, call, entropy)
+    values = token_values(hidden, weight, bias, call, entropy, bool(outputs))
 
     def to_layout(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -211,7 +232,8 @@ def linear_logprobs(
         to_layout, (values.logps, values.entropy, values.support_size, values.outside)
     )
     assert out is not None
-    return LinearLogprobs(out, *others)
+    found = {} if values.statistics is None else named(values.statistics, outputs)
+    return LinearLogprobs(out, *others, **{name: to_layout(x) for name, x in found.items()})
 
 
 def grpo_loss(

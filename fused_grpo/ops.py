@@ -56,6 +56,7 @@ class HeadCall:
     backend: Backend = CHUNKED
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
     route: Route | None = None  # None: exact gradients
+    statistics: bool = False  # beside log-probabilities, see `statistics`
 
     def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
         return (
@@ -117,8 +118,8 @@ class HeadCall:
 
 
 class LogprobsFunction(torch.autograd.Function):
-    """(logps, entropy, kl, reference's logps, support size, target outside), [n] or None each; the
-    first three are differentiable. The backward computes the logits again, a chunk at a time.
+    """(logps, entropy, kl, reference's logps, support size, target outside, statistics), [n] or
+    None each; the first three are differentiable. The backward computes the logits again, a chunk at a time.
 
     Where only the hidden states need a gradient and no entropy or KL is asked for, u_t =
     dlogp_t/dh_t is formed in the forward instead: 4NHV in all rather than 6NHV, for any upstream
@@ -136,6 +137,7 @@ class LogprobsFunction(torch.autograd.Function):
         *reference: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         needs, bound = _needs(ctx, entropy), call.bind_reference()
+        needs = replace(needs, statistics=call.statistics)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
         pending: Pending | None = None
@@ -155,7 +157,7 @@ class LogprobsFunction(torch.autograd.Function):
         ctx.pending = pending
         values = (result.logps, result.entropy)
         ctx.values = TokenValues(*(None if x is None else x.detach() for x in values))  # type: ignore[arg-type]
-        constants = (result.ref_logps, result.support_size, result.outside)
+        constants = (result.ref_logps, result.support_size, result.outside, result.statistics)
         ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         return result.logps, result.entropy, result.kl, *constants
 
@@ -177,9 +179,8 @@ class LogprobsFunction(torch.autograd.Function):
 
         hidden, weight, bias = ctx.saved_tensors[:3]
         operands = call.bind(hidden, weight, bias)
-        needs = replace(
-            ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
-        )
+        asked = {"entropy": e is not None, "entropy_grad": e is not None}
+        needs = replace(ctx.needs, **asked, kl_grad=k is not None, statistics=False)
         if ctx.pending is not None:
             result = ctx.pending.gradients(*operands, needs, ctx.values, Upstream(g, e))
         elif call.route is not None:
