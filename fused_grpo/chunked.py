@@ -139,9 +139,9 @@ def forward_chunk(
         sums = rounded.exponentials(rows, target, head.weight, work.tile, exps, groups)
     watched = None
     if sums is None:
-        tiles: LogitTiles | WatchedTiles = LogitTiles(rows, temperature, head, work.weight_tile)
+        tiles = LogitTiles(rows, temperature, head, work.weight_tile)
         if needs.statistics:
-            tiles = watched = WatchedTiles(tiles, target)  # type: ignore[arg-type]
+            tiles = watched = WatchedTiles(tiles, target)
         sums, within = tile_softmax(
             tiles,
             target,

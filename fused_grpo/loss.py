@@ -248,6 +248,7 @@ def grpo_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -342,6 +343,8 @@ def grpo_loss(
         kl_clamp: the estimate is clamped to +- this, with gradient 0 beyond. None: as it is.
         use_bias_correction_kl: multiply it by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
+        entropy_scale: factors on the bonus, per token or per sequence, for one with other weights
+            v_t: v_t / w_t.
         log_ratio_clamp: log-ratios enter exp clamped to +- this, with gradient 0 beyond; None: as
             they are.
         sampling_per_token_logps: log-probs as the sampler reported them; NaN where unknown counts
@@ -385,6 +388,7 @@ def grpo_loss(
             "sampling_per_token_logps": sampling_per_token_logps,
             "importance_sampling_ratio": importance_sampling_ratio,
             "token_weights": token_weights,
+            "entropy_scale": entropy_scale,
             "group_ids": group_ids,
             "ref_hidden": ref_hidden,
             "ref_weight": ref_weight,
@@ -436,6 +440,7 @@ def grpo_loss(
         "sampling_per_token_logps": sampling_per_token_logps,
         "importance_sampling_ratio": importance_sampling_ratio,
         "token_weights": token_weights,
+        "entropy_scale": entropy_scale,
         "group_ids": group_ids,
     }
     given_reference = _given(reference)
@@ -544,6 +549,7 @@ def policy_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     entropies: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -585,6 +591,7 @@ def policy_loss(
             "sampling_per_token_logps": sampling_per_token_logps,
             "importance_sampling_ratio": importance_sampling_ratio,
             "token_weights": token_weights,
+            "entropy_scale": entropy_scale,
             "group_ids": group_ids,
         },
         reduction,

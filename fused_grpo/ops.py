@@ -119,7 +119,8 @@ class HeadCall:
 
 class LogprobsFunction(torch.autograd.Function):
     """(logps, entropy, kl, reference's logps, support size, target outside, statistics), [n] or
-    None each; the first three are differentiable. The backward computes the logits again, a chunk at a time.
+    None each; the first three are differentiable. The backward computes the logits again, a chunk
+    at a time.
 
     Where only the hidden states need a gradient and no entropy or KL is asked for, u_t =
     dlogp_t/dh_t is formed in the forward instead: 4NHV in all rather than 6NHV, for any upstream

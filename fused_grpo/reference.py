@@ -81,7 +81,7 @@ def reference_statistics(
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> dict[str, Tensor]:
-    """The ``outputs`` of ``linear_logprobs`` by name, in the shape of ``targets``, 0 where ignored."""
+    """The ``outputs`` of ``linear_logprobs`` by name, shaped like ``targets``, 0 where ignored."""
     counted = targets != ignore_index
     z = _logits(hidden, weight, counted, bias, temperature, logit_scale, softcap)
     found = {

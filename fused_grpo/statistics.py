@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fused_grpo.tiles import LogitTiles, row_blocks
 
-# lse: logsumexp(z). log_sum_sq_probs: log sum_v p_v^2. mean_logits: mean_v z_v. is_top1: whether the
-# target is the likeliest entry, the first of equals.
+# lse: logsumexp(z). log_sum_sq_probs: log sum_v p_v^2. mean_logits: mean_v z_v. is_top1: whether
+# the target is the likeliest entry, the first of equals.
 STATISTICS = ("lse", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -28,10 +28,11 @@ def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-class WatchedTiles:
-    """`LogitTiles` that sums up what it returns; `statistics` [c, 4] once every tile was read."""
+class WatchedTiles(LogitTiles):
+    """Tiles of logits that add up what they return; `statistics` [c, 4] at the end."""
 
     def __init__(self, tiles: LogitTiles, target: Tensor) -> None:
+        # around any LogitTiles, which know how the logits are made
         self.tiles, self.x, self.head, self.target = tiles, tiles.x, tiles.head, target
         c = len(self.x)
         self.largest = self.x.new_full((c,), -torch.inf)
