@@ -1,4 +1,4 @@
-"""TRL's trainers with our head, and `FusedGRPOTrainer` against TRL's `GRPOTrainer`, on real runs."""
+"""TRL's trainers with our head, and `FusedGRPOTrainer` against its `GRPOTrainer`, on real runs."""
 
 from __future__ import annotations
 
@@ -208,6 +208,7 @@ def _losses(
             prepare(made)
         loss = made._compute_loss(made.model, batch)
         loss.backward()
+        loss = loss.detach()
         grads = {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}
         if cls is FusedGRPOTrainer:
             own = float(made._pending.out.loss)
@@ -259,9 +260,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
         {"off_policy_mask_threshold": 0.3},
         lambda logps: _old(logps)
         | {
-            "sampling_per_token_logps": (_beside(logps, 0.2, 3) + torch.tensor([[0], [1], [0], [1]])).index_fill(
-                1, torch.tensor([2]), torch.nan
-            )
+            "sampling_per_token_logps": (
+                _beside(logps, 0.2, 3) + torch.tensor([[0], [1], [0], [1]])
+            ).index_fill(1, torch.tensor([2]), torch.nan)
         },
     ),
     "tool_mask": (
@@ -285,8 +286,10 @@ SPECIFIC: dict[str, list[dict[str, Any]]] = {
     "luspo": [{"importance_sampling_level": "sequence", "epsilon": 0.05}],
     "cispo": [{"epsilon_high": 1.3}],
     "sapo": [{"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}],
-    "vespo": [{"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.1, "vespo_k_neg": 2.0}]
-    + [{"vespo_lambda_neg": 3.0}],
+    "vespo": [
+        {"vespo_k_pos": 1.5, "vespo_lambda_pos": 1.1, "vespo_k_neg": 2.0},
+        {"vespo_lambda_neg": 3.0},
+    ],
 }
 
 
@@ -417,7 +420,7 @@ def test_evaluation_forms_no_gradients(tmp_path: Path) -> None:
 def test_every_option_of_grpo_config_is_classified() -> None:
     common = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     own = {f.name for f in dataclasses.fields(GRPOConfig)} - common
-    assert trl_options.USED | trl_options.LEFT_TO_TRL == own
+    assert own == trl_options.USED | trl_options.LEFT_TO_TRL
     assert not trl_options.USED & trl_options.LEFT_TO_TRL
 
 
@@ -448,7 +451,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05},
     "entropy": {"entropy_coef": 0.05, "steps_per_generation": 2},
     "adaptive": {"use_adaptive_entropy": True, "entropy_target": 2.0, "num_iterations": 2},
-    "truncated": {"mask_truncated_completions": True, "num_iterations": 2},
+    "truncated": {"rollout": True, "mask_truncated_completions": True, "num_iterations": 2},
     "sequence": {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 0.01},
     "quantile": {"top_entropy_quantile": 0.5, "num_iterations": 2},
     "off_policy": {"off_policy_mask_threshold": 0.01, "num_iterations": 2},
@@ -492,7 +495,7 @@ def _runs(folder: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_runs_of_every_loss(loss_type: str, tmp_path: Path) -> None:
-    more = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05}
+    more = {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05, "rollout": True}
     _runs(tmp_path, {"loss_type": loss_type, **FITTING.get(loss_type, {}), **more})
 
 
@@ -511,7 +514,7 @@ def test_runs_of_every_loss_with_options(loss_type: str, run: str, tmp_path: Pat
 
 
 def test_the_routed_backward_trains_as_well(tmp_path: Path) -> None:
-    fused = {"backward": "routed", "route_tau": 1e-9}
+    fused = {"backward": "routed", "route_tau": 1e-9, "route_seed": 0}
     runs = [
         trl_runs.train(trl_runs.trainer(FusedGRPOTrainer, tmp_path, fused_options=options))
         for options in (None, fused)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,14 @@ def model(kind: str = "qwen2", **changes: Any) -> Any:
     return made
 
 
+@functools.cache
+def saved(kind: str) -> tempfile.TemporaryDirectory[str]:
+    """Where the reference model is loaded from; gone with the process."""
+    folder: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory()
+    model(kind).save_pretrained(folder.name)
+    return folder
+
+
 def prefers_low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Spread out enough that every group has advantages of both signs."""
     return [sum(1.0 / (1 + i % 7) for i in ids) / max(len(ids), 1) for ids in completion_ids]
@@ -72,7 +82,9 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         length = draw.randint(2, 6)
         tool = range(1, draw.randint(1, length))
         out["prompt_ids"].append(trainer.processing_class(text=prompt)["input_ids"])
-        out["completion_ids"].append([draw.randrange(3, 40) for _ in range(length)])
+        end = [1] if draw.random() < 0.6 else [draw.randrange(3, 40)]  # or cut off
+        ids = [draw.randrange(3, 40) for _ in range(length - 1)]
+        out["completion_ids"].append(ids + end)
         out["logprobs"].append([-4 * draw.random() for _ in range(length)])
         out["env_mask"].append([0 if i in tool else 1 for i in range(length)])
     return out
@@ -86,6 +98,8 @@ def trainer(cls: Any, folder: Path, kind: str = "qwen2", **options: Any) -> Any:
     more = {k: options.pop(k) for k in ("peft_config", "fused_options") if k in options}
     if options.pop("rollout", False):
         more["rollout_func"] = rollout
+    policy = model(kind)
+    policy.config._name_or_path = saved(kind).name
     draw = random.Random(5)
     prompts = [" ".join(draw.choices(WORDS, k=3 + i % 3)) for i in range(16)]
     given = {
@@ -102,12 +116,11 @@ def trainer(cls: Any, folder: Path, kind: str = "qwen2", **options: Any) -> Any:
         "disable_tqdm": True,
         "seed": 3,
         "bf16": False,
-        "gradient_checkpointing": False,
         "dataloader_num_workers": 0,
         **options,
     }
     return cls(
-        model=model(kind),
+        model=policy,
         reward_funcs=prefers_low_ids,
         args=GRPOConfig(**given),
         train_dataset=Dataset.from_dict({"prompt": prompts}),

@@ -227,7 +227,7 @@ class FusedGRPOTrainer(GRPOTrainer):
 
         def run(hidden: Tensor, weight: Tensor, targets: Tensor, **head: Any) -> GRPOLossOutput:
             # the tokens of all completions, one after the other
-            per_token = {
+            per_token: dict[str, Any] = {
                 name: x[counted] if x.shape == counted.shape else x.reshape(-1)
                 for name, x in tensors.items()
             }
@@ -261,7 +261,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        per_token: dict[str, Tensor],
+        per_token: dict[str, Any],
         head: dict[str, Any],
     ) -> Tensor:
         """Counted tokens by those that the entropy quantile leaves: the bonus is a mean over these,
