@@ -450,13 +450,23 @@ RUNS: dict[str, dict[str, Any]] = {
     "steps_per_generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
     "iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "beta": 0.05},
     "entropy": {"entropy_coef": 0.05, "steps_per_generation": 2},
-    "adaptive": {"use_adaptive_entropy": True, "entropy_target": 2.0, "num_iterations": 2},
+    "adaptive": {
+        "rollout": True,
+        "use_adaptive_entropy": True,
+        "entropy_target": 2.0,
+        "num_iterations": 2,
+    },
     "truncated": {"rollout": True, "mask_truncated_completions": True, "num_iterations": 2},
-    "sequence": {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 0.01},
-    "quantile": {"top_entropy_quantile": 0.5, "num_iterations": 2},
-    "off_policy": {"off_policy_mask_threshold": 0.01, "num_iterations": 2},
+    "sequence": {
+        "rollout": True,
+        "importance_sampling_level": "sequence",
+        "num_iterations": 2,
+        "epsilon": 0.01,
+    },
+    "quantile": {"rollout": True, "top_entropy_quantile": 0.5, "num_iterations": 2},
+    "off_policy": {"rollout": True, "off_policy_mask_threshold": 0.01, "num_iterations": 2},
     "peft": {"peft_config": None, "beta": 0.05, "num_iterations": 2},
-    "moe": {"kind": "qwen2_moe", "router_aux_loss_coef": 0.1, "num_iterations": 2},
+    "moe": {"kind": "qwen2_moe", "router_aux_loss_coef": 0.1, "rollout": True},
     "tool_mask": {"rollout": True, "steps_per_generation": 2, "entropy_coef": 0.05},
 }
 

@@ -75,13 +75,17 @@ def prefers_low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Random completions whose middle a tool has written, and the sampler's log-probabilities."""
+    """Random completions whose middle a tool has written, and the sampler's log-probabilities.
+
+    Every completion gets a prompt of its own: the first tokens after one and the same would have
+    equal entropies, and rounding would decide which of them a quantile keeps.
+    """
     draw = random.Random(trainer.state.global_step)
     out: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
-    for prompt in prompts:
+    for _ in prompts:
         length = draw.randint(2, 6)
         tool = range(1, draw.randint(1, length))
-        out["prompt_ids"].append(trainer.processing_class(text=prompt)["input_ids"])
+        out["prompt_ids"].append([draw.randrange(3, 40) for _ in range(draw.randint(2, 4))])
         end = [1] if draw.random() < 0.6 else [draw.randrange(3, 40)]  # or cut off
         ids = [draw.randrange(3, 40) for _ in range(length - 1)]
         out["completion_ids"].append(ids + end)
