@@ -234,7 +234,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             if "entropy_scale" in tensors and self.top_entropy_quantile < 1:
                 scale = self._share_of_acting(hidden, weight, targets, per_token, head)
                 per_token["entropy_scale"] = per_token["entropy_scale"] * scale
-            return grpo_loss(
+            out = grpo_loss(
                 hidden,
                 weight,
                 targets,
@@ -245,6 +245,12 @@ class FusedGRPOTrainer(GRPOTrainer):
                 **options,
                 **self.fused_options,
             )
+            # TRL multiplies what stands at masked tokens by 0, so it must not overflow
+            old = per_token.get("old_per_token_logps")
+            if old is not None:
+                ours = out.per_token_logps
+                out.per_token_logps = torch.where(per_token["completion_mask"], ours, old.to(ours))
+            return out
 
         self._pending = _Pending(run)
         token = _PENDING.set(self._pending)
