@@ -26,6 +26,22 @@ def tokenizer() -> Any:
     )
 
 
+def save_with_bytes(folder: Path) -> None:
+    """A model with a tokenizer of single bytes, as a script loads them by name."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    symbols = ["<pad>", "<eos>", "<unk>", *sorted(ByteLevel.alphabet())]
+    Qwen2Tokenizer(
+        vocab={symbol: i for i, symbol in enumerate(symbols)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    ).save_pretrained(folder)
+    model(vocab_size=len(symbols)).save_pretrained(folder)
+
+
 def model(kind: str = "qwen2", **changes: Any) -> Any:
     """With weights large enough for distributions that are not flat."""
     import transformers
