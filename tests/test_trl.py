@@ -52,7 +52,7 @@ def test_all_outputs_and_gradients_are_those_of_trl(
     g = torch.Generator().manual_seed(6)
     upstream = [torch.randn(11, generator=g) for _ in range(2)]
     found = []
-    for function in (ChunkedLogProbFunction, integration.LinearLogprobs):
+    for function in (ChunkedLogProbFunction, integration.HeadFunction):
         arguments = _arguments(torch.float32, bias)
         out = function.apply(*arguments, 0.7, 40, softcap, scale)
         leaves = [x for x in arguments[:3] if x is not None]
@@ -71,7 +71,7 @@ def test_all_outputs_and_gradients_are_those_of_trl(
 
 
 def test_only_the_outputs_that_are_asked_for() -> None:
-    out = integration.LinearLogprobs.apply(*_arguments(), 1.0, 40, None, 1.0, ("log_probs",))
+    out = integration.HeadFunction.apply(*_arguments(), 1.0, 40, None, 1.0, ("log_probs",))
     assert out[0].dtype == torch.float64
     assert out[1:] == (None, None, None, None)
 
@@ -80,7 +80,7 @@ def test_a_head_that_zero3_has_partitioned_is_refused() -> None:
     arguments = _arguments()
     arguments[1].ds_id = 0
     with pytest.raises(ValueError, match="ZeRO-3"):
-        integration.LinearLogprobs.apply(*arguments, 1.0, 40)
+        integration.HeadFunction.apply(*arguments, 1.0, 40)
 
 
 # ---- patching
@@ -93,8 +93,8 @@ def test_the_patch_is_reversible_and_applied_once() -> None:
     )
     original, where = kernels.ChunkedLogProbFunction, utils._use_triton
     with patch():
-        assert utils._ChunkedLogProbFunction is integration.LinearLogprobs
-        assert kernels.ChunkedLogProbFunction is integration.LinearLogprobs
+        assert utils._ChunkedLogProbFunction is integration.HeadFunction
+        assert kernels.ChunkedLogProbFunction is integration.HeadFunction
         assert utils._use_triton(torch.device("cpu"))
         with pytest.raises(RuntimeError, match="trl is patched already"):
             patch()

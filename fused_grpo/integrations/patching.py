@@ -39,6 +39,11 @@ def holders(packages: tuple[str, ...], value: object) -> Iterator[tuple[Any, str
                     yield module, attribute
 
 
+def _held(owner: Any, attribute: str) -> Any:
+    """What stands there; of a class the entry itself, static and class methods included."""
+    return vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
+
+
 class Patch:
     """Attributes to replace; applied at most once at a time, and undone to what was there.
 
@@ -65,10 +70,14 @@ class Patch:
         found = self._find()
         if not found:
             raise RuntimeError(f"{self.name}: found nothing to replace")
-        for owner, attribute, new in found:
-            old = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-            setattr(owner, attribute, new)
-            self._done.append((owner, attribute, old, new))
+        try:
+            for owner, attribute, new in found:
+                old = _held(owner, attribute)
+                setattr(owner, attribute, new)
+                self._done.append((owner, attribute, old, new))
+        except BaseException:
+            self._restore()
+            raise
         return self
 
     def undo(self) -> None:
@@ -80,13 +89,15 @@ class Patch:
         if not self._done:
             raise RuntimeError(f"{self.name} is not patched")
         for owner, attribute, _, new in self._done:
-            held = vars(owner)[attribute] if isinstance(owner, type) else getattr(owner, attribute)
-            if held is not new:
+            if _held(owner, attribute) is not new:
                 where = getattr(owner, "__name__", owner)
                 raise RuntimeError(
                     f"{where}.{attribute} was replaced again after {self.name} was patched; undo "
                     "that first"
                 )
+        self._restore()
+
+    def _restore(self) -> None:
         for owner, attribute, old, _ in reversed(self._done):
             setattr(owner, attribute, old)
         self._done.clear()

@@ -35,7 +35,7 @@ _SIGNATURE = (
 HeadOutputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-class LinearLogprobs:
+class HeadFunction:
     """In the place of TRL's `ChunkedLogProbFunction`: `apply` has its arguments and results.
 
     Two differences, both by intent: logits are fp32 from fp32 accumulators, autocast or not, where
@@ -102,7 +102,7 @@ def _replacements() -> list[Replacement]:
         # in trl.trainer.utils this only says whether masked positions are left out
         return device.type == "cpu" or for_kernels(device)
 
-    everywhere = [(*place, LinearLogprobs) for place in holders(("trl",), original)]
+    everywhere = [(*place, HeadFunction) for place in holders(("trl",), original)]
     return [*everywhere, (utils, "_use_triton", leaves_out_masked)]
 
 
