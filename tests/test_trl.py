@@ -211,7 +211,7 @@ def _losses(
         loss = loss.detach()
         grads = {n: p.grad for n, p in made.model.named_parameters() if p.grad is not None}
         if cls is FusedGRPOTrainer:
-            own = float(made._pending.out.loss)
+            own = float(made.fused_loss)
             aux = made._metrics["train"].get("aux_loss", [0.0])[0]
             assert float(loss) == pytest.approx(
                 own + made.router_aux_loss_coef * aux / 2 if aux else own, rel=1e-4, abs=1e-6

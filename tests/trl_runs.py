@@ -96,7 +96,7 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     Every completion gets a prompt of its own: the first tokens after one and the same would have
     equal entropies, and rounding would decide which of them a quantile keeps.
     """
-    draw = random.Random(trainer.state.global_step)
+    draw = random.Random(2 * trainer.state.global_step + trainer.accelerator.process_index)
     out: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
     for _ in prompts:
         length = draw.randint(2, 6)

@@ -196,6 +196,10 @@ class FusedGRPOTrainer(GRPOTrainer):
         fused_options: of `grpo_loss`, for how it is computed: `backend`, `chunk_bytes`,
             `backward` and its `route_...` options.
 
+    Attributes:
+        fused_loss: 0-d, the loss of the last micro-batch as `grpo_loss` computed it, without the
+            experts' auxiliary loss; detached.
+
     Raises:
         RuntimeError: another version of TRL than 1.16.
         ValueError: options that `grpo_loss` cannot honour.
@@ -252,10 +256,12 @@ class FusedGRPOTrainer(GRPOTrainer):
                 out.per_token_logps = torch.where(per_token["completion_mask"], ours, old.to(ours))
             return out
 
-        self._pending = _Pending(run)
-        token = _PENDING.set(self._pending)
+        pending = _Pending(run)
+        token = _PENDING.set(pending)
         try:  # TRL's loss of constants: its value, its metrics, and the experts' auxiliary loss
             loss: Tensor = super()._compute_loss(model, inputs)
+            assert pending.out is not None
+            self.fused_loss = pending.out.loss.detach()
             return loss + _Uncarry.apply(self._carried, counted)
         finally:
             _PENDING.reset(token)
