@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -81,6 +82,14 @@ class LogitTiles:
         z = self._linear(self.x, self.weight_tile(v))
         _finish_logits(z, self.temperature, self.head, v)
         return z
+
+    def select(self, rows: Tensor) -> LogitTiles:
+        """Of the tokens at `rows`."""
+        chosen = copy.copy(self)
+        chosen.x = self.x[rows]
+        if isinstance(self.temperature, Tensor):
+            chosen.temperature = self.temperature[rows]
+        return chosen
 
 
 def tile_softmax(
@@ -207,6 +216,17 @@ def take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
     if hit.numel():
         z_target[hit] = z[hit, column[hit]]
         z[hit, column[hit]] = -torch.inf
+
+
+def one_softmax(sums: TileSums) -> tuple[TileSums, Tensor]:
+    """Tiles as one softmax of the row, and [c, J] the factors that make it of theirs."""
+    empty = sums.mass < 0.5
+    lse = torch.logsumexp(torch.where(empty, -torch.inf, sums.top + sums.mass.log()), 1, True)
+    nothing = lse == -torch.inf
+    shares = (sums.top - sums.q_top.log() - lse).exp().masked_fill_(empty, 0)
+    ones = torch.ones_like(lse)
+    top, mass = lse.masked_fill(nothing, 0), ones.masked_fill(nothing, 0)
+    return TileSums(top, mass, ones, None, sums.z_target), shares
 
 
 @dataclass
