@@ -25,6 +25,7 @@ class TokenBatch:
     shape: torch.Size  # of the caller's ids
     sampler: Tensor | None = None  # [n] log-probs as the sampler reported them, NaN where unknown
     token_weights: Tensor | None = None  # [n] the caller's w_t, in the place of a scheme's
+    entropy_scale: Tensor | None = None  # [n] factors on the tokens' entropy bonus
     group_ids: Tensor | None = None  # [S] int64, which prompt or rollout a sequence belongs to
     keep: Tensor | None = None  # [n] bool, false where a correction rejects a token
     # With a fixed capacity every position is a token, and zeros stand where it does not count.
@@ -68,6 +69,7 @@ def make_batch(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dtype: torch.dtype,
@@ -108,6 +110,7 @@ def make_batch(
         shape=ids_shape,
         sampler=floats("sampling_per_token_logps", sampling_per_token_logps),
         token_weights=floats("token_weights", token_weights),
+        entropy_scale=floats("entropy_scale", entropy_scale, per_sequence=True),
         group_ids=_group_ids(group_ids, num_sequences, device),
     )
     if compact:

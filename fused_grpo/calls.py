@@ -176,17 +176,19 @@ def token_values(
     entropy: bool,
     lora_hidden: Tensor | None = None,
     lora_weight: Tensor | None = None,
+    statistics: bool = False,
 ) -> TokenValues:
     """[n] values of the counted tokens; log-probabilities, entropies and KL are differentiable."""
     hidden = _two_or_three(hidden)
     lora_hidden = None if lora_hidden is None else _two_or_three(lora_hidden)
     leaves = (hidden, weight, bias, lora_hidden, lora_weight)
+    call = replace(call, statistics=statistics)
     if torch.is_grad_enabled():
         reference = call.reference_tensors
-        logps, h, kl, ref, size, outside = LogprobsFunction.apply(
+        logps, h, kl, ref, size, outside, more = LogprobsFunction.apply(
             *leaves, call, entropy, *reference
         )
-        return TokenValues(logps, h, ref, kl, size, outside)
+        return TokenValues(logps, h, ref, kl, size, outside, more)
     tokens, head = call.bind(*leaves)
-    needs = Needs(entropy=entropy)
+    needs = Needs(entropy=entropy, statistics=statistics)
     return call.head_pass(tokens, head, needs, None, call.bind_reference())

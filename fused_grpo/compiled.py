@@ -28,6 +28,7 @@ _LOSS_TENSORS = (
     "ref_per_token_logps",
     "importance_sampling_ratio",
     "token_weights",
+    "entropy_scale",
     "group_ids",
     "ref_hidden",
     "ref_weight",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -28,10 +28,12 @@ from fused_grpo.reference import (
     reference_logprobs,
     reference_loss,
     reference_policy_loss,
+    reference_statistics,
     reference_support_of,
     token_losses,
 )
 from fused_grpo.routed import Route, RouteOptions
+from fused_grpo.statistics import check_outputs, named
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 from fused_grpo.triton_policy import fixed_capacity, make_objective
@@ -42,13 +44,18 @@ class LinearLogprobs:
     """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs.
 
     With a sampling support also the number of entries that are kept, and whether the target is
-    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`.
+    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`. The last
+    four are the `outputs` that were asked for, constants (`is_top1` boolean).
     """
 
     logps: Tensor
     entropy: Tensor | None = None
     support_size: Tensor | None = None
     target_outside: Tensor | None = None
+    lse: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
 
 
 @dataclass
@@ -90,6 +97,7 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    outputs: Sequence[str] = (),
     ignore_index: int = -100,
     backend: str = "auto",
     check_inputs: bool | None = None,
@@ -119,6 +127,9 @@ def linear_logprobs(
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
         entropy: also return the entropies (nats), differentiable.
+        outputs: more results by name, without gradients: "lse", logsumexp(z); "log_sum_sq_probs",
+            log sum_v p_v^2; "mean_logits", the mean of z; "is_top1", whether the target is the
+            likeliest entry, the first of equals. Not by triton, nor with a support.
         backend: "triton" (kernels, for CUDA and ROCm; on a CPU only where TRITON_INTERPRET=1 was
             set before triton was imported), "chunked" (torch, a chunk of tokens at a time),
             "reference" (full logits, autograd), or "auto": triton on GPUs, else chunked.
@@ -145,6 +156,8 @@ def linear_logprobs(
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
     if torch.compiler.is_compiling():
+        if outputs:
+            raise ValueError(f"outputs={outputs!r} is not known under torch.compile")
         settings = {
             "temperature": temperature,
             "logit_scale": logit_scale,
@@ -170,7 +183,10 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
-    wants = _wants(routing, support, adapter=lora_weight)
+    outputs = check_outputs(outputs)
+    if outputs and support:
+        raise ValueError(f"outputs={outputs!r} is not known with {', '.join(support)}")
+    wants = _wants(routing, support, adapter=lora_weight) or ("outputs" if outputs else None)
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
@@ -206,10 +222,16 @@ def linear_logprobs(
         }
         hidden, weight = joined(hidden, weight, lora_hidden, lora_weight)
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
+        if outputs:
+            return LinearLogprobs(
+                logps, h, **reference_statistics(hidden, weight, targets, outputs, **head)
+            )
         if call.support is None:
             return LinearLogprobs(logps, h)
         return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
-    values = token_values(hidden, weight, bias, call, entropy, lora_hidden, lora_weight)
+    values = token_values(
+        hidden, weight, bias, call, entropy, lora_hidden, lora_weight, bool(outputs)
+    )
 
     def to_layout(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -222,7 +244,8 @@ def linear_logprobs(
         to_layout, (values.logps, values.entropy, values.support_size, values.outside)
     )
     assert out is not None
-    return LinearLogprobs(out, *others)
+    found = {} if values.statistics is None else named(values.statistics, outputs)
+    return LinearLogprobs(out, *others, **{name: to_layout(x) for name, x in found.items()})
 
 
 def grpo_loss(
@@ -237,6 +260,7 @@ def grpo_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     bias: Tensor | None = None,
     lora_hidden: Tensor | None = None,
@@ -333,6 +357,8 @@ def grpo_loss(
         kl_clamp: the estimate is clamped to +- this, with gradient 0 beyond. None: as it is.
         use_bias_correction_kl: multiply it by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
+        entropy_scale: factors on the bonus, per token or per sequence, for one with other weights
+            v_t: v_t / w_t.
         log_ratio_clamp: log-ratios enter exp clamped to +- this, with gradient 0 beyond; None: as
             they are.
         sampling_per_token_logps: log-probs as the sampler reported them; NaN where unknown counts
@@ -376,6 +402,7 @@ def grpo_loss(
             "sampling_per_token_logps": sampling_per_token_logps,
             "importance_sampling_ratio": importance_sampling_ratio,
             "token_weights": token_weights,
+            "entropy_scale": entropy_scale,
             "group_ids": group_ids,
             "ref_hidden": ref_hidden,
             "ref_weight": ref_weight,
@@ -430,6 +457,7 @@ def grpo_loss(
         "sampling_per_token_logps": sampling_per_token_logps,
         "importance_sampling_ratio": importance_sampling_ratio,
         "token_weights": token_weights,
+        "entropy_scale": entropy_scale,
         "group_ids": group_ids,
     }
     given_reference = _given(reference)
@@ -539,6 +567,7 @@ def policy_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     entropies: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -580,6 +609,7 @@ def policy_loss(
             "sampling_per_token_logps": sampling_per_token_logps,
             "importance_sampling_ratio": importance_sampling_ratio,
             "token_weights": token_weights,
+            "entropy_scale": entropy_scale,
             "group_ids": group_ids,
         },
         reduction,

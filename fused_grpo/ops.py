@@ -57,6 +57,7 @@ class HeadCall:
     backend: Backend = CHUNKED
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
     route: Route | None = None  # None: exact gradients
+    statistics: bool = False  # beside log-probabilities, see `statistics`
 
     def bind(
         self,
@@ -133,8 +134,9 @@ class HeadCall:
 
 
 class LogprobsFunction(torch.autograd.Function):
-    """(logps, entropy, kl, reference's logps, support size, target outside), [n] or None each; the
-    first three are differentiable. The backward computes the logits again, a chunk at a time.
+    """(logps, entropy, kl, reference's logps, support size, target outside, statistics), [n] or
+    None each; the first three are differentiable. The backward computes the logits again, a chunk
+    at a time.
 
     Where only the hidden states need a gradient and no entropy or KL is asked for, u_t =
     dlogp_t/dh_t is formed in the forward instead: 4NHV in all rather than 6NHV, for any upstream
@@ -155,6 +157,7 @@ class LogprobsFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         leaves = (hidden, weight, bias, lora_hidden, lora_weight)
         needs, bound = _needs(ctx, entropy), call.bind_reference()
+        needs = replace(needs, statistics=call.statistics)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
         pending: Pending | None = None
@@ -174,7 +177,7 @@ class LogprobsFunction(torch.autograd.Function):
         ctx.pending = pending
         values = (result.logps, result.entropy)
         ctx.values = TokenValues(*(None if x is None else x.detach() for x in values))  # type: ignore[arg-type]
-        constants = (result.ref_logps, result.support_size, result.outside)
+        constants = (result.ref_logps, result.support_size, result.outside, result.statistics)
         ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         return result.logps, result.entropy, result.kl, *constants
 
@@ -195,9 +198,8 @@ class LogprobsFunction(torch.autograd.Function):
             return Upstream(*(None if x is None else x[span] for x in (g, e, k)))  # type: ignore[arg-type]
 
         operands = call.bind(*ctx.saved_tensors[:5])
-        needs = replace(
-            ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
-        )
+        asked = {"entropy": e is not None, "entropy_grad": e is not None}
+        needs = replace(ctx.needs, **asked, kl_grad=k is not None, statistics=False)
         if ctx.pending is not None:
             result = ctx.pending.gradients(*operands, needs, ctx.values, Upstream(g, e))
         elif call.route is not None:

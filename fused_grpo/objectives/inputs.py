@@ -71,6 +71,7 @@ def _ignored(spec: LossSpec, here: set[str]) -> dict[str, str]:
         if weighs
         else "",
         "token_weights": f"{set_options[0]} would be ignored" if set_options else "",
+        "entropy_scale": "" if spec.entropy_coef != 0 else "entropy_coef=0 would ignore it",
         "group_ids": "" if grouped else "only aggregation='group_mean' uses it",
     }
 

@@ -16,7 +16,13 @@ from fused_grpo import corrections
 from fused_grpo.batch import TokenBatch
 from fused_grpo.objectives.metrics import metrics
 from fused_grpo.objectives.spec import LossSpec
-from fused_grpo.objectives.terms import make_view, other_terms, policy_term, token_terms
+from fused_grpo.objectives.terms import (
+    entropy_bonus,
+    make_view,
+    other_terms,
+    policy_term,
+    token_terms,
+)
 from fused_grpo.passes import TokenValues, Upstream
 
 
@@ -69,7 +75,7 @@ class Objective:
             policy = (fresh.base[span] + fresh.slope[span] * logps).detach()
             view = make_view(logps, batch, _BY_TOKEN, entropy, None)
             others, _ = other_terms(view, batch, spec, kl)
-            bonus = 0.0 if entropy is None else spec.entropy_coef * entropy
+            bonus = 0.0 if entropy is None else entropy_bonus(entropy, batch, spec)
             return policy + others - bonus
 
         entropy = values.entropy if spec.needs_entropy else None
