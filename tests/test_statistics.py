@@ -75,6 +75,17 @@ def test_outputs_are_those_of_the_full_logits(
         assert not got.requires_grad
 
 
+def test_outputs_see_an_adapter_on_the_head() -> None:
+    hidden, weight, bias, targets = inputs()
+    u, b = torch.randn(3, 7, 4, dtype=torch.float64), torch.randn(VOCAB, 4, dtype=torch.float64)
+    got = linear_logprobs(
+        hidden, weight, targets, bias=bias, outputs=STATISTICS, lora_hidden=u, lora_weight=b
+    )
+    joined = torch.cat([hidden, u], -1), torch.cat([weight, b], -1)
+    for name, value in expected(*joined, bias, targets, {}).items():
+        torch.testing.assert_close(getattr(got, name).double(), value.double())
+
+
 def test_only_what_is_asked_for_comes_out() -> None:
     hidden, weight, _, targets = inputs()
     out = linear_logprobs(hidden, weight, targets, outputs=("mean_logits",))
