@@ -46,6 +46,7 @@ from fused_grpo.tiles import (
     row_statistics,
     tile_softmax,
 )
+from fused_grpo.vocab_parallel import shard_statistics
 from fused_grpo.workspace import Workspace, plan_pass
 
 
@@ -122,12 +123,12 @@ def _forward(
     work: Workspace,
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
-    rows, target = tokens.rows(span), tokens.target[span]
+    rows, target = tokens.rows(span), head.local(tokens.target[span])
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     exps, deltas = (None if x is None else x[: len(rows)] for x in (work.exps, work.deltas))
     beside = None if reference is None else _reference_tiles(reference, span, work, deltas)
     sums = within = None
-    plain = tokens.support is None and beside is None
+    plain = tokens.support is None and beside is None and head.shard is None
     if plain and rounded.applies(rows, head, tokens.temperature, needs.entropy):
         sums = rounded.exponentials(rows, target, head.weight, work.tile, exps)
     if sums is None:
@@ -140,7 +141,7 @@ def _forward(
             None if tokens.support is None else tokens.support[span],
             beside,
         )
-    stats = row_statistics(sums)
+    stats = row_statistics(sums) if head.shard is None else shard_statistics(sums, head.shard)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
     if within is not None:
         values = replace(

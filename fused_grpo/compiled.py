@@ -40,6 +40,7 @@ _LOSS_TENSORS = (
     "num_sequences",
 )
 _LOGPROBS_TENSORS = ("temperature", *_SUPPORT_TENSORS)
+_GROUPS = ("process_group", "sequence_group")
 _NONE = (0,)  # the shape of a result that was not asked for
 
 
@@ -269,7 +270,7 @@ def loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
     """`grpo_loss` under the compiler: (loss, per-token losses, logps, entropy, metrics)."""
     given = {name: x for name, x in options.items() if x is not None}
-    for name in ("sampling_per_token_logps", "sampling_correction", "rejection"):
+    for name in ("sampling_per_token_logps", "sampling_correction", "rejection", *_GROUPS):
         if name in given:
             raise ValueError(f"{name} is given, which grpo_loss does not take under torch.compile")
     tensors, lines = _split(given, _LOSS_TENSORS)
@@ -387,6 +388,10 @@ def logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_logprobs` under the compiler: (logps, entropy)."""
+    if options.pop("process_group") is not None:
+        raise ValueError(
+            "process_group is given, which linear_logprobs does not take under torch.compile"
+        )
     tensors, lines = _split(options, _LOGPROBS_TENSORS)
     needs = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     logps, entropy = _logprobs(hidden, weight, bias, targets, tensors, lines, needs)

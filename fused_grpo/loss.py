@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 from typing_extensions import Unpack
 
 from fused_grpo import compiled
@@ -17,8 +18,14 @@ from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import SAME, make_call, token_values
 from fused_grpo.checks import check_choice, check_head, check_tensor
 from fused_grpo.corrections import prepare
+from fused_grpo.groups import join_sequences, join_vocab
 from fused_grpo.objectives import LossSpec, metrics, token_terms
-from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
+from fused_grpo.objectives.inputs import (
+    check_groups,
+    check_reference,
+    check_tensors,
+    entropy_option,
+)
 from fused_grpo.objectives.options import LossOptions
 from fused_grpo.ops import FusedLossFunction
 from fused_grpo.passes import TokenValues
@@ -34,6 +41,9 @@ from fused_grpo.reference import (
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 from fused_grpo.triton_policy import fixed_capacity, make_objective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -69,6 +79,11 @@ class GRPOLossOutput:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
+# FSDP looks for tensors in what a module returns: those that a backward starts from gather weights
+for _output_class in (LinearLogprobs, GRPOLossOutput):
+    register_dataclass(_output_class)
+
+
 class GRPOOptions(LossOptions, SupportOptions, total=False):
     """Options of `grpo_loss` beside its tensors and the head's."""
 
@@ -88,6 +103,7 @@ def linear_logprobs(
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
     compact: bool | None = None,
+    process_group: ProcessGroup | None = None,
     **support: Unpack[SupportOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
@@ -118,6 +134,11 @@ def linear_logprobs(
         compact: leave out tokens that do not count or send nothing back; the host then waits for
             their number. False (triton only): never, shapes are fixed, and such tokens cost as much
             as others. None: True, but for the capture of a CUDA graph.
+        process_group: the ranks that share the vocabulary: each gives its rows [V_r, H] of the
+            weight and [V_r] of the bias, in the order of the ranks, any V_r >= 1, and all give the
+            same hidden states and the same targets, which are ids in [0, sum V_r). All get the same
+            results to the last bit, the whole gradient of `hidden`, and their rows' of the weight.
+            Forward and backward are collectives. See docs/integrations.md.
         support: `support_top_k`, `support_top_p`, `support_min_p`, `support_min_logp`,
             `support_min_logit`, `support_ids`: normalise over the entries that a sampler could have
             drawn, see `support.SupportOptions`. The support is a constant; a target outside of it
@@ -141,10 +162,22 @@ def linear_logprobs(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
+            "process_group": process_group,
             **support,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
+    shard = join_vocab(
+        process_group,
+        hidden,
+        weight,
+        bias,
+        targets != ignore_index if isinstance(targets, Tensor) else None,
+        {"targets": targets, "temperature": temperature, "logit_scale": logit_scale}
+        | {"softcap": softcap, "entropy": entropy, "ignore_index": ignore_index}
+        | {"backend": backend, "chunk_bytes": chunk_bytes, "support": sorted(support)},
+    )
     check_choice("backend", backend, BACKENDS)
+    check_groups(process_group, None, backend, support)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_tensor("targets", targets, hidden.device, floating=False)
     if hidden.shape[:-1] != targets.shape:
@@ -153,7 +186,7 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support_options = _known(support, SupportOptions.__annotations__)
-    wants = "sampling support" if support else None
+    wants = "sampling support" if support else "process_group" if shard else None
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
@@ -174,6 +207,7 @@ def linear_logprobs(
         support=support_options,
         backend=head_backend,
         counted=None if compact else counted,
+        shard=shard,
     )
     if backend == "reference":
         head: dict[str, Any] = {
@@ -234,6 +268,8 @@ def grpo_loss(
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
     compact: bool | None = None,
+    process_group: ProcessGroup | None = None,
+    sequence_group: ProcessGroup | None = None,
     **options: Unpack[GRPOOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
@@ -265,8 +301,15 @@ def grpo_loss(
         ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
             policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
-        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes, compact: as in
-            `linear_logprobs`.
+        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes, compact,
+            process_group: as in `linear_logprobs`.
+        sequence_group: the ranks that share the tokens of sequences (sequence or context
+            parallelism): each gives a part of the tokens of the same B sequences, in the same
+            order, [B, T_r] or packed with a bound for every sequence, any T_r. Ratios, masks and
+            normalisers of whole sequences, and counts of tokens, are then over the ranks of this
+            group; the ranks' losses add up to the loss, and their gradients of the weight to its
+            gradient. Forward and, with reduction="none", backward are collectives; metrics are
+            over the rank's own tokens.
         cu_seqlens: [S + 1] integers, the bounds of packed sequences, from 0 to N.
         entropy: also return entropies and log their mean (implied by entropy_coef != 0).
         reduction: "sum", the weighted sum over tokens, or "none", the unweighted losses of all
@@ -370,11 +413,40 @@ def grpo_loss(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
+            "process_group": process_group,
+            "sequence_group": sequence_group,
             **options,
         }
         return GRPOLossOutput(
             *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
         )
+    given_options: dict[str, Any] = {
+        "loss_type": "dapo",  # so that a rank that says so is not taken for another
+        "reduction": reduction,
+        "entropy": entropy,
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "token_weights": token_weights,
+        "group_ids": group_ids,
+        **options,
+    }
+    sequence_group = join_sequences(
+        sequence_group, completion_ids, cu_seqlens, {"advantages": advantages} | given_options
+    )
+    shard = join_vocab(
+        process_group,
+        hidden,
+        weight,
+        bias,
+        completion_mask,
+        {"completion_ids": completion_ids, "completion_mask": completion_mask}
+        | {"advantages": advantages, "cu_seqlens": cu_seqlens, "temperature": temperature}
+        | {"logit_scale": logit_scale, "softcap": softcap, "backend": backend}
+        | {"chunk_bytes": chunk_bytes, "sequence_group": sequence_group is not None}
+        | given_options,
+    )
     support, loss_options = _split(options)
     spec = _spec(loss_options)
     reference: dict[str, Any] = {
@@ -406,7 +478,10 @@ def grpo_loss(
         "group_ids": group_ids,
     }
     given_reference = _given(reference)
+    check_groups(shard, sequence_group, backend, support, given_reference, spec)
+    groups = {"process_group": process_group, "sequence_group": sequence_group}
     wants = "reference head" if given_reference else "sampling support" if support else None
+    wants = wants or next(iter(_given(groups)), None)
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     if not compact:
@@ -421,6 +496,7 @@ def grpo_loss(
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
         compact=compact,
+        group=sequence_group,
     )
     call = make_call(
         "completion_ids",
@@ -440,6 +516,7 @@ def grpo_loss(
         else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
         backend=head_backend,
         counted=batch.counted,
+        shard=shard,
     )
     entropy = entropy or spec.needs_entropy
     if backend == "reference":
@@ -510,6 +587,7 @@ def policy_loss(
     entropies: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     reduction: str = "sum",
+    sequence_group: ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """The loss of `grpo_loss` for callers who have log-probabilities already; ordinary autograd.
@@ -523,7 +601,22 @@ def policy_loss(
     Raises:
         TypeError, ValueError: as `grpo_loss`.
     """
+    tensors = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "token_weights": token_weights,
+        "group_ids": group_ids,
+    }
+    sequence_group = join_sequences(
+        sequence_group,
+        per_token_logps,
+        cu_seqlens,
+        {"advantages": advantages, "reduction": reduction, **tensors, **options},
+    )
     spec = _spec(options)
+    check_groups(None, sequence_group, "chunked", spec=spec)
     check_reference(spec, _given({"ref_per_token_logps": ref_per_token_logps}))
     check_choice("reduction", reduction, ("sum", "none"))
     check_tensor("per_token_logps", per_token_logps, None, floating=True)
@@ -541,18 +634,12 @@ def policy_loss(
         spec,
         per_token_logps,
         advantages,
-        {
-            "old_per_token_logps": old_per_token_logps,
-            "ref_per_token_logps": ref_per_token_logps,
-            "sampling_per_token_logps": sampling_per_token_logps,
-            "importance_sampling_ratio": importance_sampling_ratio,
-            "token_weights": token_weights,
-            "group_ids": group_ids,
-        },
+        tensors,
         reduction,
         completion_mask=completion_mask,
         cu_seqlens=cu_seqlens,
         dtype=dtype,
+        group=sequence_group,
     )
     logps = per_token_logps.reshape(-1)[batch.index].to(dtype)
     h = None if entropies is None else entropies.reshape(-1)[batch.index].to(dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_grpo.backends import CHUNKED, Backend
+from fused_grpo.groups import VocabShard
 from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
 from fused_grpo.passes import (
@@ -53,11 +54,12 @@ class HeadCall:
     reference: ReferenceCall | None = None
     backend: Backend = CHUNKED
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
+    shard: VocabShard | None = None  # weight and bias hold these rows of a larger head
 
     def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
         return (
             Tokens(hidden, self.index, self.target, self.temperature, self.support, self.counted),
-            Head(weight, bias, self.logit_scale, self.softcap),
+            Head(weight, bias, self.logit_scale, self.softcap, self.shard),
         )
 
     def head_pass(
@@ -222,7 +224,8 @@ def loss_pass(
         return upstream
 
     plan = call.plan_pass(tokens, head, needs, reference)
-    if needs.any_grad and (objective.local or n <= plan.tokens):
+    alone = objective.local or (n <= plan.tokens and (n > 0 or not objective.spans_ranks))
+    if needs.any_grad and alone:
         result = call.head_pass(tokens, head, needs, evaluate, reference)
         return result, per_token, g
     unit = _only_hidden(needs) and not needs.entropy_grad and not needs.kl_grad
