@@ -94,7 +94,7 @@ def join_vocab(
     """
     if group is None:
         return None
-    _check_member("process_group", group)
+    check_member("process_group", group)
     matrices = all(isinstance(x, Tensor) and x.dim() >= 1 for x in (hidden, weight))
     rows = weight.shape[0] if matrices and weight.dim() == 2 and weight.shape[1] else 0
     same = {
@@ -130,7 +130,7 @@ def join_sequences(
     """
     if group is None:
         return None
-    _check_member("sequence_group", group)
+    check_member("sequence_group", group)
     count = -1
     if isinstance(tokens, Tensor) and tokens.dim() > 0:
         count = tokens.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -143,7 +143,8 @@ def join_sequences(
     return group
 
 
-def _check_member(name: str, group: object) -> None:
+def check_member(name: str, group: object) -> None:
+    """TypeError or ValueError unless it is a group that this rank is in."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"{name} must be a torch.distributed.ProcessGroup that this rank is in, not "
