@@ -136,8 +136,12 @@ def join_sequences(
         count = tokens.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     same = {"the number of sequences": count, "autograd": int(torch.is_grad_enabled())}
     for name, value in arguments.items():
-        whole = isinstance(value, Tensor) and value.numel() in (1, count) and value.dim() < 2
-        part = isinstance(value, Tensor) and not whole
+        by_token = name in _PER_TOKEN or getattr(value, "shape", ()) not in (
+            (),
+            (count,),
+            (count, 1),
+        )
+        part = isinstance(value, Tensor) and by_token
         same[name] = _fingerprint(str(value.dtype) if part else value, None)
     _exchange("sequence_group", group, same, 0, tokens)
     return group
@@ -176,6 +180,12 @@ def _exchange(
     return [row[2] for row in ranks]
 
 
+_PER_TOKEN = (
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "token_weights",
+)
 _CAPACITY = 160  # integers of an exchange: the same number whatever the ranks were given
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Case
-from objective_cases import CORRECTIONS, OBJECTIVES, REDUCTIONS, applies, from_head, leaves_of, make
+from objective_cases import CORRECTIONS, OBJECTIVES, REDUCTIONS, from_head, leaves_of, make
 from oracle import TOLERANCE, assert_gradient, close, upstream
 from ranks import (
     bounds,
@@ -39,9 +39,7 @@ def packed_part(full: Case, part: slice) -> Case:
     shape = (rows, width)
     tensors = {k: v.reshape(-1) if v.shape[:2] == shape else v for k, v in cut.tensors.items()}
     tensors["cu_seqlens"] = torch.arange(rows + 1) * width
-    return replace(
-        cut, hidden=cut.hidden.reshape(rows * width, -1), ids=cut.ids.reshape(-1), tensors=tensors
-    )
+    return replace(cut, hidden=cut.hidden.flatten(0, 1), ids=cut.ids.reshape(-1), tensors=tensors)
 
 
 def check(full: Case, packed: bool = False, **how: Any) -> None:
@@ -79,11 +77,16 @@ def objectives(objective: dict[str, Any], **more: Any) -> None:
     check(make(objective, {}, {}, **more))
 
 
+for name in ("gspo", "rloo", "vespo_shapes", "gmpo"):
+    case(objectives, worlds=[4], of=f"sp-{name}-of_four", objective=OBJECTIVES[name], beta=0.1)
+    case(
+        objectives, worlds=[4], of=f"sp-{name}-fresh_of_four", objective=OBJECTIVES[name], old=False
+    )
 NOT_OVER_RANKS = [name for name, row in LOSS_TYPES.items() if row.locality == "batch"]
 for name, objective in OBJECTIVES.items():
     if objective.get("loss_type") not in NOT_OVER_RANKS:
-        case(objectives, of=f"sp-{name}", objective=objective, beta=0.1)
-        case(objectives, worlds=[4], of=f"sp-{name}-fresh", objective=objective, old=False)
+        case(objectives, worlds=[2], of=f"sp-{name}", objective=objective, beta=0.1)
+        case(objectives, worlds=[2], of=f"sp-{name}-fresh", objective=objective, old=False)
 
 
 def reductions(objective: dict[str, Any], reduction: dict[str, Any]) -> None:
@@ -92,8 +95,8 @@ def reductions(objective: dict[str, Any], reduction: dict[str, Any]) -> None:
 
 SEQUENCE = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 for name, reduction in REDUCTIONS.items():
-    case(reductions, of=f"sp-{name}-token", objective={}, reduction=reduction)
-    case(reductions, of=f"sp-{name}-sequence", objective=SEQUENCE, reduction=reduction)
+    case(reductions, worlds=[2], of=f"sp-{name}-token", objective={}, reduction=reduction)
+    case(reductions, worlds=[4], of=f"sp-{name}-sequence", objective=SEQUENCE, reduction=reduction)
 
 
 def corrections(objective: dict[str, Any], correction: dict[str, Any], old: bool) -> None:
@@ -101,18 +104,15 @@ def corrections(objective: dict[str, Any], correction: dict[str, Any], old: bool
 
 
 for name, correction in CORRECTIONS.items():
-    for kind, objective in (("token", {}), ("sequence", SEQUENCE), ("gmpo", OBJECTIVES["gmpo"])):
-        assert applies(objective, correction)
-        for old in (True, False):
-            of = f"sp-{name}-{kind}{'' if old else '-without_old'}"
-            case(
-                corrections,
-                worlds=[4],
-                of=of,
-                objective=objective,
-                correction=correction,
-                old=old,
-            )
+    for old, world_size in ((True, 4), (False, 2)):
+        case(
+            corrections,
+            worlds=[world_size],
+            of=f"sp-{name}{'' if old else '-without_old'}",
+            objective=SEQUENCE,
+            correction=correction,
+            old=old,
+        )
 
 
 def options_over_sequences(options: dict[str, Any], how: dict[str, Any]) -> None:
