@@ -84,7 +84,8 @@ class _WholeOfZero(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         release = _gather_zero(ctx.parameter)
         # after the gradient has been added, and DeepSpeed's hook on that has reduced it
-        torch.autograd.Variable._execution_engine.queue_callback(release)  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable
+        engine._execution_engine.queue_callback(release)
         return gradient
 
 
@@ -118,7 +119,7 @@ def union_token_weights(
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """`token_weights` of a reduction over the batches of all ranks, for `grpo_loss(token_weights=)`.
+    """`token_weights` over the batches of all ranks, for `grpo_loss(token_weights=)`.
 
     The ranks' losses are then W times their shares, and gradients averaged over the W ranks are
     those of one process that has all the data, for every scheme: with uneven token counts, ranks
@@ -143,7 +144,8 @@ def union_token_weights(
         TypeError, ValueError: as `token_weights`.
     """
     chosen = scheme_named(scheme)
-    given = {"max_completion_length": max_completion_length, "group_ids": group_ids}
+    given: dict[str, object] = {"max_completion_length": max_completion_length}
+    given["group_ids"] = group_ids
     check_divisors(chosen, f"scheme={scheme!r}", given)
     group = dist.group.WORLD if group is None else group
     for name, value in (("group", group), ("sequence_group", sequence_group)):
@@ -185,7 +187,7 @@ def _union_divisor(
 
 
 def _group_tokens(batch: TokenBatch, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """([S] counted tokens of the group of each sequence, each sharer's counted; how many groups)."""
+    """([S] counted tokens of each sequence's group, once for every sharer; how many groups)."""
     assert batch.group_ids is not None
     own = list(zip(batch.group_ids.tolist(), batch.whole_lengths.tolist(), strict=True))
     parts: list[Any] = [None] * dist.get_world_size(group)

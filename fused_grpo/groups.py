@@ -136,11 +136,7 @@ def join_sequences(
         count = tokens.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     same = {"the number of sequences": count, "autograd": int(torch.is_grad_enabled())}
     for name, value in arguments.items():
-        by_token = name in _PER_TOKEN or getattr(value, "shape", ()) not in (
-            (),
-            (count,),
-            (count, 1),
-        )
+        by_token = name in _PER_TOKEN or getattr(value, "shape", ()) not in ((), (count,))
         part = isinstance(value, Tensor) and by_token
         same[name] = _fingerprint(str(value.dtype) if part else value, None)
     _exchange("sequence_group", group, same, 0, tokens)

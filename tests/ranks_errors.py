@@ -126,7 +126,7 @@ for name, (options, told) in REFUSED.items():
 def reference_head() -> None:
     mine = part_of(plain())
     given = {"ref_hidden": mine.hidden, "ref_weight": mine.weight, "beta": 0.1}
-    with pytest.raises(ValueError, match="ref_hidden does not go.*linear_logprobs"):
+    with pytest.raises(ValueError, match=r"ref_hidden does not go.*linear_logprobs"):
         call(mine, process_group=everyone(), **given)
 
 
