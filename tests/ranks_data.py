@@ -236,8 +236,9 @@ def fsdp(tied: bool, reduction: str, frozen: bool = False) -> None:
 for tied in (False, True):
     for reduction in ("sum", "none"):
         of = f"{'tied' if tied else 'untied'}-{reduction}"
-        case(fsdp, of=of, tied=tied, reduction=reduction)
-case(fsdp, of="frozen", tied=False, reduction="sum", frozen=True)
+        worlds = [2, 4] if of in ("untied-sum", "tied-none") else [2]
+        case(fsdp, worlds=worlds, of=of, tied=tied, reduction=reduction)
+case(fsdp, worlds=[2], of="frozen", tied=False, reduction="sum", frozen=True)
 
 
 def fsdp_in_bf16() -> None:
@@ -337,7 +338,7 @@ def dtensor_of_a_vocabulary() -> None:
     torch.testing.assert_close(whole(weight.grad), full.grad)
 
 
-case(fsdp_in_bf16)
+case(fsdp_in_bf16, worlds=[2])
 for tied in (False, True):
     case(fsdp_of_transformers, worlds=[2], of="tied" if tied else "untied", tied=tied)
 for function in (dtensor_directly, dtensor_summed, dtensor_of_a_vocabulary):
@@ -475,7 +476,8 @@ def zero3(tied: bool, reduction: str) -> None:
 for tied in (False, True):
     for reduction in ("sum", "none"):
         of = f"{'tied' if tied else 'untied'}-{reduction}"
-        case(zero3, of=of, tied=tied, reduction=reduction)
+        worlds = [2, 4] if of == "tied-sum" else [2]
+        case(zero3, worlds=worlds, of=of, tied=tied, reduction=reduction)
 
 
 def zero3_by_hand() -> None:
