@@ -93,10 +93,10 @@ def add_gradients(
         return
     flat = result.hidden_grad.view(-1, chunk.rows.shape[1])
     if head.shard is not None:  # of all tokens: the ranks' sums have one shape, come what may
-        whole = chunk.stats.logps.new_zeros(index.numel(), flat.shape[1])
-        if dh is not None:
-            whole[kept] = dh
-        flat[index] = head.shard.sum(whole).to(flat.dtype)
+        if dh is None or kept.numel() < index.numel():
+            whole = chunk.stats.logps.new_zeros(index.numel(), flat.shape[1])
+            dh = whole if dh is None else whole.index_copy_(0, kept, dh)
+        flat[index] = head.shard.sum(dh).to(flat.dtype)
     elif dh is not None:
         flat[chunk.index] = dh.to(flat.dtype)
 

@@ -79,14 +79,14 @@ def join_vocab(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mask: Tensor | None,
+    counts: Tensor | int | None,
     arguments: Mapping[str, Any],
 ) -> VocabShard | None:
     """This rank's part of a vocabulary whose rows `group` shares in the order of its ranks.
 
-    `arguments` are what else the call was given, by name: options, and tensors over the tokens,
-    whose positions off `mask` do not count. Hidden states must be the same on all ranks, too, but
-    that is not checked: they are large.
+    `arguments` are what else the call was given, by name: options, and tensors over the tokens, of
+    which `counts` says which count: a mask, or the target of those that do not. Hidden states must
+    be the same on all ranks, too, but that is not checked: they are large.
 
     Raises, on every rank of the group:
         ValueError: a rank that has no [V_r, H] weight of the others' width and dtype, or other
@@ -104,6 +104,8 @@ def join_vocab(
         "whether there is a bias": int(bias is not None),
         "whether hidden, weight or bias need gradients": _needs_gradients(hidden, weight, bias),
     }
+    targets = arguments.get("targets")
+    mask = targets != counts if isinstance(counts, int) and isinstance(targets, Tensor) else counts
     same |= {name: _fingerprint(value, mask) for name, value in arguments.items()}
     rows_of = _exchange("process_group", group, same, rows, hidden)
     if not all(rows_of):
@@ -196,7 +198,7 @@ def _shape(x: object) -> int:
     return zlib.crc32(repr(shown).encode())
 
 
-def _fingerprint(value: object, mask: Tensor | None) -> int:
+def _fingerprint(value: object, mask: object) -> int:
     """An integer that other values hardly share; of a tensor, of its values where `mask` counts."""
     if not isinstance(value, Tensor):
         return zlib.crc32(repr(value).encode())

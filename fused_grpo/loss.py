@@ -171,9 +171,9 @@ def linear_logprobs(
         hidden,
         weight,
         bias,
-        targets != ignore_index if isinstance(targets, Tensor) else None,
+        ignore_index,
         {"targets": targets, "temperature": temperature, "logit_scale": logit_scale}
-        | {"softcap": softcap, "entropy": entropy, "ignore_index": ignore_index}
+        | {"softcap": softcap, "entropy": entropy}
         | {"backend": backend, "chunk_bytes": chunk_bytes, "support": sorted(support)},
     )
     check_choice("backend", backend, BACKENDS)
@@ -420,21 +420,17 @@ def grpo_loss(
         return GRPOLossOutput(
             *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
         )
-    given_options: dict[str, Any] = {
-        "loss_type": "dapo",  # so that a rank that says so is not taken for another
-        "reduction": reduction,
-        "entropy": entropy,
+    tensors: dict[str, Any] = {
         "old_per_token_logps": old_per_token_logps,
         "ref_per_token_logps": ref_per_token_logps,
         "sampling_per_token_logps": sampling_per_token_logps,
         "importance_sampling_ratio": importance_sampling_ratio,
         "token_weights": token_weights,
         "group_ids": group_ids,
-        **options,
     }
-    sequence_group = join_sequences(
-        sequence_group, completion_ids, cu_seqlens, {"advantages": advantages} | given_options
-    )
+    arguments = {"advantages": advantages, "reduction": reduction, "entropy": entropy}
+    arguments |= tensors | options
+    sequence_group = join_sequences(sequence_group, completion_ids, cu_seqlens, arguments)
     shard = join_vocab(
         process_group,
         hidden,
@@ -442,10 +438,10 @@ def grpo_loss(
         bias,
         completion_mask,
         {"completion_ids": completion_ids, "completion_mask": completion_mask}
-        | {"advantages": advantages, "cu_seqlens": cu_seqlens, "temperature": temperature}
-        | {"logit_scale": logit_scale, "softcap": softcap, "backend": backend}
-        | {"chunk_bytes": chunk_bytes, "sequence_group": sequence_group is not None}
-        | given_options,
+        | {"cu_seqlens": cu_seqlens, "temperature": temperature, "logit_scale": logit_scale}
+        | {"softcap": softcap, "backend": backend, "chunk_bytes": chunk_bytes}
+        | {"sequence_group": sequence_group is not None}
+        | arguments,
     )
     support, loss_options = _split(options)
     spec = _spec(loss_options)
@@ -469,14 +465,6 @@ def grpo_loss(
             f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} "
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
-    tensors: dict[str, Any] = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-        "token_weights": token_weights,
-        "group_ids": group_ids,
-    }
     given_reference = _given(reference)
     check_groups(shard, sequence_group, backend, support, given_reference, spec)
     groups = {"process_group": process_group, "sequence_group": sequence_group}

@@ -170,7 +170,7 @@ def not_a_group() -> None:
 # what the last rank is given -> what all ranks of a sequence_group are told
 WRONG_PARTS: dict[str, tuple[Callable[[Case], Case], str]] = {
     "sequences": (
-        lambda c: make_case(rows=5, mask="ragged", ref=False),
+        lambda c: make_case(rows=5, mask="ragged", ref=False, loss_type="dapo"),
         r"the number of sequences is \[6.*5\]",
     ),
     "option": (lambda c: c.with_options(epsilon_low=0.1), "not given the same arguments"),
@@ -181,7 +181,7 @@ WRONG_PARTS: dict[str, tuple[Callable[[Case], Case], str]] = {
 
 
 def one_wrong_part(change: Callable[[Case], Case], told: str) -> None:
-    mine = plain()
+    mine = plain(loss_type="dapo")
     with pytest.raises(ValueError, match=told):
         call(last(change(mine), mine), sequence_group=everyone())
 
