@@ -14,6 +14,7 @@ from fused_grpo.checks import check_head, check_number, check_targets, check_ten
 from fused_grpo.groups import VocabShard
 from fused_grpo.ops import HeadCall, LogprobsFunction, ReferenceCall
 from fused_grpo.passes import Needs, TokenValues
+from fused_grpo.routed import Route
 from fused_grpo.support import make_support
 
 SAME = "same"
@@ -37,6 +38,7 @@ def make_call(
     backend: Backend = CHUNKED,
     counted: Tensor | None = None,
     shard: VocabShard | None = None,
+    route: Route | None = None,
 ) -> HeadCall:
     """`name` and `shape` are those of the ids that hold the targets [n] at `index`; with `counted`
     [n] every position is a token, and these are the ones that count.
@@ -61,6 +63,7 @@ def make_call(
         backend=backend,
         counted=counted,
         shard=shard,
+        route=route,
     )
     if reference is None:
         return call

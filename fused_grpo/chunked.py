@@ -27,8 +27,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_grpo import rounded
 from fused_grpo.divergence import ReferenceTiles
+from fused_grpo.exponentials import applies, exponentials
 from fused_grpo.gradients import Chunk, add_gradients
 from fused_grpo.memory import slices
 from fused_grpo.passes import (
@@ -42,12 +42,17 @@ from fused_grpo.passes import (
 from fused_grpo.tiles import (
     Head,
     LogitTiles,
+    TileSums,
+    add_up_groups,
     compute_dtype,
+    one_softmax,
     row_statistics,
     tile_softmax,
 )
 from fused_grpo.vocab_parallel import shard_statistics
 from fused_grpo.workspace import Workspace, plan_pass
+
+_REDONE = 32  # rows at a time that `exponentials` leaves: their tiles need memory of their own
 
 
 def head_pass(
@@ -73,7 +78,7 @@ def head_pass(
     work = Workspace.allocate(plan, tokens, head, needs, reference)
     with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
         for span in slices(tokens.index.numel(), plan.tokens):
-            chunk, values = _forward(tokens, head, needs, span, work, reference)
+            chunk, values = forward_chunk(tokens, head, needs, span, work, reference)
             result.write(span, values)
             if coefficients is not None and needs.any_grad:
                 upstream = coefficients(span, values)
@@ -115,7 +120,7 @@ def empty_result(
     )
 
 
-def _forward(
+def forward_chunk(
     tokens: Tokens,
     head: Head,
     needs: Needs,
@@ -123,23 +128,28 @@ def _forward(
     work: Workspace,
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
+    """A chunk up to its values; fills the buffers of `work`."""
     rows, target = tokens.rows(span), head.local(tokens.target[span])
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
-    exps, deltas = (None if x is None else x[: len(rows)] for x in (work.exps, work.deltas))
-    beside = None if reference is None else _reference_tiles(reference, span, work, deltas)
-    sums = within = None
+    work = work.rows(len(rows))
+    logits = LogitTiles(rows, temperature, head, work.weight_tile)
+    beside = None if reference is None else _reference_tiles(reference, span, work)
     plain = tokens.support is None and beside is None and head.shard is None
-    if plain and rounded.applies(rows, head, tokens.temperature, needs.entropy):
-        sums = rounded.exponentials(rows, target, head.weight, work.tile, exps)
-    if sums is None:
+    within = None
+    if plain and applies(rows, head, tokens.temperature, needs.entropy):
+        sums = _exponentials(logits, rows, target, work)
+    else:
+        support = None if tokens.support is None else tokens.support[span]
         sums, within = tile_softmax(
-            LogitTiles(rows, temperature, head, work.weight_tile),
+            logits,
             target,
             work.tile,
-            exps,
+            work.exps,
             needs.entropy,
-            None if tokens.support is None else tokens.support[span],
+            support,
             beside,
+            work.groups,
+            work.logits,
         )
     stats = row_statistics(sums) if head.shard is None else shard_statistics(sums, head.shard)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
@@ -151,17 +161,50 @@ def _forward(
         values.ref_logps, divergence = beside.finish(sums, stats)
         values.kl = None if divergence is None else divergence.kl
     chunk = Chunk(
-        rows, tokens.index[span], target, temperature, sums, stats, divergence, exps, deltas
+        rows,
+        tokens.index[span],
+        target,
+        temperature,
+        sums,
+        stats,
+        divergence,
+        work.exps,
+        work.deltas,
     )
     return chunk, values
 
 
-def _reference_tiles(
-    reference: Reference, span: slice, work: Workspace, deltas: Tensor | None
-) -> ReferenceTiles:
+def _exponentials(logits: LogitTiles, rows: Tensor, target: Tensor, work: Workspace) -> TileSums:
+    """`exponentials`, with the rows that are out of its range computed by `tile_softmax`."""
+    tile, exps = work.tile, work.exps
+    sums, groups, bad = exponentials(logits, rows, target, tile, exps)
+    if bool(bad.all()):
+        return tile_softmax(logits, target, tile, exps, False, groups=work.groups)[0]
+    if work.groups is not None:
+        work.groups.copy_(groups)
+    for some in bad.nonzero().squeeze(1).split(_REDONE):
+        buffers = None
+        if exps is not None:
+            buffers = [logits.x.new_zeros(len(some), q.shape[1]) for q in exps]
+        of_tiles, _ = tile_softmax(logits.select(some), target[some], tile, buffers, False)
+        merged, shares = one_softmax(of_tiles)
+        for name in ("top", "mass", "q_top", "z_target"):
+            getattr(sums, name)[some] = getattr(merged, name)
+        for j, q in enumerate(buffers or ()):
+            q.mul_(shares[:, j, None])
+            assert exps is not None
+            exps[j][some] = q.to(exps[j].dtype)
+            if work.groups is not None:
+                add_up_groups(q, j * tile, groups[: len(some)])
+        if work.groups is not None:
+            work.groups[some] = groups[: len(some)]
+    return sums
+
+
+def _reference_tiles(reference: Reference, span: slice, work: Workspace) -> ReferenceTiles:
     tokens, head = reference.tokens, reference.head
     rows = tokens.rows(span)
     assert work.ref_weight_tile is not None
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     logits = LogitTiles(rows, temperature, head, work.ref_weight_tile)
-    return ReferenceTiles(logits, full=reference.full, top_k=reference.top_k, deltas=deltas)
+    return ReferenceTiles(logits, full=reference.full, top_k=reference.top_k, deltas=work.deltas)

@@ -34,12 +34,13 @@ _LOSS_TENSORS = (
     "ref_bias",
     "ref_temperature",
     *_SUPPORT_TENSORS,
+    "sequence_ids",
     "cu_seqlens",
     "temperature",
     "num_items_in_batch",
     "num_sequences",
 )
-_LOGPROBS_TENSORS = ("temperature", *_SUPPORT_TENSORS)
+_LOGPROBS_TENSORS = ("temperature", *_SUPPORT_TENSORS, "sequence_ids")
 _GROUPS = ("process_group", "sequence_group")
 _NONE = (0,)  # the shape of a result that was not asked for
 
@@ -76,6 +77,8 @@ def _metric_names(options: dict[str, Any], formed: bool) -> list[str]:
     if any(name in options for name in SupportOptions.__annotations__):
         names += ["support/size", "support/target_outside"]
     names += ["entropy"] if _has_entropy(options) else []
+    if formed and options.get("backward") == "routed" and options.get("route_tau") != 0:
+        names += ["route/kept_per_token", "route/dense_fraction", "route/relative_noise"]
     return sorted([*names, "zero_coefficient_fraction"] if formed else names)
 
 

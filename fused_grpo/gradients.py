@@ -47,7 +47,7 @@ class Chunk:
     sums: TileSums
     stats: RowStats
     divergence: Divergence | None
-    exps: Tensor | None  # [c, V] softmaxes of the tiles
+    exps: list[Tensor] | None  # the softmaxes of the tiles
     deltas: Tensor | None  # [c, V], see `ReferenceTiles`
 
     def select(self, kept: Tensor) -> Chunk:
@@ -56,9 +56,10 @@ class Chunk:
         for name in ("sums", "stats", "divergence"):
             part = getattr(self, name)
             setattr(chosen, name, None if part is None else select_rows(part, kept))
-        for name in ("exps", "deltas"):
-            large = getattr(self, name)
-            setattr(chosen, name, None if large is None else _move_rows_up(large, kept))
+        if self.exps is not None:
+            chosen.exps = [_move_rows_up(q, kept) for q in self.exps]
+        if self.deltas is not None:
+            chosen.deltas = _move_rows_up(self.deltas, kept)
         return chosen
 
 
@@ -123,11 +124,10 @@ def _shares(chunk: Chunk, upstream: Upstream, head: Head) -> Shares:
     jacobian = head.logit_scale / temperature  # of the linear part, [c, 1] or a number
     p_tile, p_target = stats.log_scale.exp(), stats.logps.exp()
     g, e, k = upstream.logps, upstream.entropy, upstream.kl
-    at_target = g * stats.one_minus_p
+    at_target = target_share(stats.logps, stats.one_minus_p, stats.entropy, upstream)
     a, b, c, extra = -g[:, None] * p_tile, None, None, None
     if e is not None and stats.entropy is not None:
         h = stats.entropy
-        at_target = at_target + e * (entropy_term(stats.logps) - p_target * h)
         a = a - e[:, None] * (p_tile * h[:, None] + torch.xlogy(p_tile, p_tile))
         b = -e[:, None] * p_tile
     if k is not None and chunk.divergence is not None:
@@ -140,13 +140,23 @@ def _shares(chunk: Chunk, upstream: Upstream, head: Head) -> Shares:
     if head.softcap is None and b is None and c is None and extra is None:
         return Shares(at_target[:, 0], a * jacobian, None, None)
     if head.softcap is not None:
-        at_target = at_target * _cap_slope(chunk.sums.z_target[:, None], temperature, head)
+        at_target = at_target * cap_slope(chunk.sums.z_target[:, None], temperature, head)
     scale = torch.ones_like(a) * jacobian
     b = torch.zeros_like(a) if b is None else b
     return Shares(at_target[:, 0], scale, a, b, c, extra)
 
 
-def _cap_slope(z: Tensor, temperature: Tensor | float, head: Head) -> Tensor:
+def target_share(
+    logps: Tensor, one_minus_p: Tensor, entropy: Tensor | None, upstream: Upstream
+) -> Tensor:
+    """[c] dL/dz at the target from log-probability and entropy."""
+    share = upstream.logps * one_minus_p
+    if upstream.entropy is not None and entropy is not None:
+        share = share + upstream.entropy * (entropy_term(logps) - logps.exp() * entropy)
+    return share
+
+
+def cap_slope(z: Tensor, temperature: Tensor | float, head: Head) -> Tensor:
     """1 - tanh^2 from finished logits z = c tanh(x / c) / temperature."""
     if head.softcap is None:
         return torch.ones_like(z)
@@ -172,7 +182,7 @@ def _accumulate(
     one_softmax = shares.scale.shape[1] == 1  # of all tiles
     scaled: Tensor | None = None
     for j, v in enumerate(slices(weight.shape[0], tile)):
-        dz, scale = exps[:, v], shares.scale[:, 0 if one_softmax else j, None]
+        dz, scale = exps[j][:, : v.stop - v.start], shares.scale[:, 0 if one_softmax else j, None]
         if shares.a is not None:
             dz = _dlogits(chunk, shares, j, v, head)
         if result.bias_grad is not None:
@@ -198,9 +208,9 @@ def _accumulate(
         if dh is not None:
             dh[here] += weight[target].to(dtype) * at_target
     if result.weight_grad is not None:
-        _add_rows(result.weight_grad, target, x * at_target)
+        add_rows(result.weight_grad, target, x * at_target)
     if result.bias_grad is not None:
-        _add_rows(result.bias_grad, target, at_target[:, 0])
+        add_rows(result.bias_grad, target, at_target[:, 0])
     return dh
 
 
@@ -209,7 +219,7 @@ def _dlogits(chunk: Chunk, shares: Shares, j: int, v: slice, head: Head) -> Tens
     assert shares.a is not None
     assert shares.b is not None
     assert chunk.exps is not None
-    q = chunk.exps[:, v]
+    q = chunk.exps[j][:, : v.stop - v.start]
     dz = torch.empty_like(q, memory_format=torch.contiguous_format)
     log_norm = chunk.sums.log_norm(j)[:, None]
     for r in row_blocks(dz):
@@ -220,7 +230,7 @@ def _dlogits(chunk: Chunk, shares: Shares, j: int, v: slice, head: Head) -> Tens
         dz[r].mul_(q[r])
         if head.softcap is not None:
             t = chunk.temperature[r] if isinstance(chunk.temperature, Tensor) else chunk.temperature
-            dz[r].mul_(_cap_slope(log_q.add_(log_norm[r]), t, head))
+            dz[r].mul_(cap_slope(log_q.add_(log_norm[r]), t, head))
     if shares.extra is not None:
         _add_entries(dz, chunk, shares.extra, v, head)
     return dz
@@ -236,7 +246,7 @@ def _add_entries(dz: Tensor, chunk: Chunk, extra: Tensor, v: slice, head: Head) 
     row, k = here.nonzero(as_tuple=True)
     t = chunk.temperature[row, 0] if isinstance(chunk.temperature, Tensor) else chunk.temperature
     column = d.ids[row, k] - v.start
-    dz[row, column] += extra[row, k] * _cap_slope(d.z[row, k], t, head)
+    dz[row, column] += extra[row, k] * cap_slope(d.z[row, k], t, head)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, written: bool) -> None:
@@ -249,7 +259,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, written: bool) -> None:
         total.copy_(a @ b)
 
 
-def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
+def add_rows(total: Tensor, index: Tensor, rows: Tensor) -> None:
     """total[index[i]] += rows[i], in an order that does not change from call to call."""
     if total.device.type == "cpu":
         total.index_add_(0, index, rows)

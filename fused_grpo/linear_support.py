@@ -74,9 +74,9 @@ def linear_support(
     with torch.autocast(hidden.device.type, enabled=False):
         for span in slices(index.numel(), plan.tokens):
             rows = tokens.rows(span)
-            assert work.exps is not None
+            assert work.logits is not None
             assert tokens.support is not None
-            z = work.exps[: rows.shape[0]]
+            z = work.logits[: rows.shape[0]]
             temperatures = tokens.temperatures(span, z.dtype)
             logits = LogitTiles(rows, temperatures, head, work.weight_tile)
             for v in slices(weight.shape[0], plan.tile):

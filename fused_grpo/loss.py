@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 from typing_extensions import Unpack
 
-from fused_grpo import compiled
+from fused_grpo import compiled, routed
 from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import SAME, make_call, token_values
@@ -38,6 +38,7 @@ from fused_grpo.reference import (
     reference_support_of,
     token_losses,
 )
+from fused_grpo.routed import Route, RouteOptions
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 from fused_grpo.triton_policy import fixed_capacity, make_objective
@@ -84,7 +85,11 @@ for _output_class in (LinearLogprobs, GRPOLossOutput):
     register_dataclass(_output_class)
 
 
-class GRPOOptions(LossOptions, SupportOptions, total=False):
+class LogprobsOptions(SupportOptions, RouteOptions, total=False):
+    """Options of `linear_logprobs` for its support and its gradients."""
+
+
+class GRPOOptions(LossOptions, LogprobsOptions, total=False):
     """Options of `grpo_loss` beside its tensors and the head's."""
 
 
@@ -104,7 +109,7 @@ def linear_logprobs(
     chunk_bytes: int | None = None,
     compact: bool | None = None,
     process_group: ProcessGroup | None = None,
-    **support: Unpack[SupportOptions],
+    **options: Unpack[LogprobsOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
 
@@ -139,10 +144,13 @@ def linear_logprobs(
             same hidden states and the same targets, which are ids in [0, sum V_r). All get the same
             results to the last bit, the whole gradient of `hidden`, and their rows' of the weight.
             Forward and backward are collectives. See docs/integrations.md.
-        support: `support_top_k`, `support_top_p`, `support_min_p`, `support_min_logp`,
-            `support_min_logit`, `support_ids`: normalise over the entries that a sampler could have
-            drawn, see `support.SupportOptions`. The support is a constant; a target outside of it
-            counts as kept.
+        support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
+            support_ids: normalise over the entries that a sampler could have drawn, see
+            `support.SupportOptions`. The support is a constant; a target outside of it counts as
+            kept.
+        backward, route_tau, route_seed, route_weight_grad, sequence_ids: sparse, unbiased
+            gradients, see `routed.RouteOptions`; sequence_ids in the shape of targets[..., 0], as
+            the last dimension is that of positions.
 
     Returns:
         fp32 results (fp64 for fp64 inputs), from fp32 logits with fp32 accumulators whatever the
@@ -163,7 +171,7 @@ def linear_logprobs(
             "chunk_bytes": chunk_bytes,
             "compact": compact,
             "process_group": process_group,
-            **support,
+            **options,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
     shard = join_vocab(
@@ -174,10 +182,9 @@ def linear_logprobs(
         ignore_index,
         {"targets": targets, "temperature": temperature, "logit_scale": logit_scale}
         | {"softcap": softcap, "entropy": entropy}
-        | {"backend": backend, "chunk_bytes": chunk_bytes, "support": sorted(support)},
+        | {"backend": backend, "chunk_bytes": chunk_bytes, "options": sorted(options)},
     )
     check_choice("backend", backend, BACKENDS)
-    check_groups(process_group, None, backend, support)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_tensor("targets", targets, hidden.device, floating=False)
     if hidden.shape[:-1] != targets.shape:
@@ -185,13 +192,17 @@ def linear_logprobs(
             f"targets has shape {list(targets.shape)}, hidden {list(hidden.shape)}: "
             "the leading dimensions must be the same"
         )
-    support_options = _known(support, SupportOptions.__annotations__)
-    wants = "sampling support" if support else "process_group" if shard else None
-    head_backend = choose(backend, hidden, weight, wants)
+    support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
+    check_groups(process_group, None, backend, support, routing=routing)
+    head_backend = choose(
+        backend, hidden, weight, _wants(routing, support) or _group(process_group=process_group)
+    )
     compact = compaction(compact, head_backend.name, hidden.device)
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     index = positions(counted, compact)
+    rows, length = targets.shape[:-1].numel(), targets.shape[-1] if targets.dim() else 1
+    route = _route(routing, index // length, rows, backend, support)
     call = make_call(
         "targets",
         (flat[index] if compact else torch.where(counted, flat, 0)).long(),
@@ -204,10 +215,11 @@ def linear_logprobs(
         softcap=softcap,
         chunk_bytes=chunk_bytes,
         check=check_inputs,
-        support=support_options,
+        support=support,
         backend=head_backend,
         counted=None if compact else counted,
         shard=shard,
+        route=route,
     )
     if backend == "reference":
         head: dict[str, Any] = {
@@ -216,7 +228,7 @@ def linear_logprobs(
             "logit_scale": logit_scale,
             "softcap": softcap,
             "ignore_index": ignore_index,
-            **support_options,
+            **support,
         }
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
         if call.support is None:
@@ -443,7 +455,8 @@ def grpo_loss(
         | {"sequence_group": sequence_group is not None}
         | arguments,
     )
-    support, loss_options = _split(options)
+    support, options_left = _split(options, SupportOptions)
+    routing, loss_options = _split(options_left, RouteOptions)
     spec = _spec(loss_options)
     reference: dict[str, Any] = {
         "ref_hidden": ref_hidden,
@@ -466,10 +479,9 @@ def grpo_loss(
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
     given_reference = _given(reference)
-    check_groups(shard, sequence_group, backend, support, given_reference, spec)
-    groups = {"process_group": process_group, "sequence_group": sequence_group}
-    wants = "reference head" if given_reference else "sampling support" if support else None
-    wants = wants or next(iter(_given(groups)), None)
+    check_groups(shard, sequence_group, backend, support, given_reference, spec, routing)
+    wants = _wants(routing, support, given_reference)
+    wants = wants or _group(process_group=process_group, sequence_group=sequence_group)
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device)
     if not compact:
@@ -486,6 +498,7 @@ def grpo_loss(
         compact=compact,
         group=sequence_group,
     )
+    route = _route(routing, batch.sequence, len(batch.lengths), backend, support, spec)
     call = make_call(
         "completion_ids",
         batch.target,
@@ -505,6 +518,7 @@ def grpo_loss(
         backend=head_backend,
         counted=batch.counted,
         shard=shard,
+        route=route,
     )
     entropy = entropy or spec.needs_entropy
     if backend == "reference":
@@ -529,7 +543,10 @@ def grpo_loss(
         hidden, weight, bias, call, objective, entropy
     )
     values = TokenValues(*found)
-    return _output(loss, per_token, values, batch, objective.metrics(values, g))
+    logged = objective.metrics(values, g)
+    if values.routing is not None:
+        logged |= routed.metrics(values.routing, g, values.logps, weight.shape[0])
+    return _output(loss, per_token, values, batch, logged)
 
 
 class GRPOLoss(nn.Module):
@@ -542,7 +559,8 @@ class GRPOLoss(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         known = set(inspect.signature(grpo_loss).parameters) - {"options"}
-        _, loss_options = _split({k: v for k, v in options.items() if k not in known})
+        left = {k: v for k, v in options.items() if k not in known}
+        _, loss_options = _split(_split(left, SupportOptions)[1], RouteOptions)
         _spec(loss_options)
         self.options = options
 
@@ -634,6 +652,11 @@ def policy_loss(
     return _from_values(TokenValues(logps, h), batch, spec, reduction)
 
 
+def _group(**groups: ProcessGroup | None) -> str | None:
+    """What of a call only chunked torch can do: the first group that is given."""
+    return next((name for name, group in groups.items() if group is not None), None)
+
+
 def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for name in options:
         if name not in names:
@@ -641,11 +664,42 @@ def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return dict(options)
 
 
-def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(options of the support, options of the loss)."""
-    of_support = SupportOptions.__annotations__
-    support = {k: v for k, v in options.items() if k in of_support}
-    return support, {k: v for k, v in options.items() if k not in of_support}
+def _split(options: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the options of a TypedDict, the others)."""
+    mine = {k: v for k, v in options.items() if k in kind.__annotations__}
+    return mine, {k: v for k, v in options.items() if k not in mine}
+
+
+def _wants(
+    routing: Mapping[str, Any], support: Mapping[str, Any], reference: Mapping[str, Any] = {}
+) -> str | None:
+    """What of a call only chunked torch can do."""
+    if routing.get("backward", "exact") != "exact":
+        return "routed backward"
+    return "reference head" if reference else "sampling support" if support else None
+
+
+def _route(
+    options: dict[str, Any],
+    sequence: Tensor,
+    num_sequences: int,
+    backend: str,
+    support: Mapping[str, Any],
+    spec: LossSpec | None = None,
+) -> Route | None:
+    route = routed.make_route(options, sequence, num_sequences)  # type: ignore[arg-type]
+    if options.get("backward") != "routed":
+        return route
+    if backend == "reference":
+        raise ValueError("backend='reference' has exact gradients only, not backward='routed'")
+    if any(value is not None for value in support.values()):
+        raise ValueError(f"backward='routed' does not know {', '.join(support)}: use 'exact'")
+    if spec is not None and spec.head_kl:
+        raise ValueError(
+            f"backward='routed' does not know kl_estimator={spec.kl_estimator!r}, whose gradient "
+            "is not sparse: use 'exact'"
+        )
+    return route
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,9 @@ BLOCK_BYTES = 2**20
 # Vocabulary entries per matmul: larger tiles fall out of cache, smaller ones become matrix-vector
 # products, which sum bf16 operands in bf16.
 _MIN_TILE, _MAX_TILE = 64, 4096
+# A routed pass depends on the head alone for its tiles, so that every budget gives the same bits;
+# and on multiples of so many rows, since products of one row (MKL: of few) round differently.
+_ROUTED_MIN_TILE, _ROUTED_TILE_ENTRIES, ROUTED_ROWS = 512, 2**22, 16
 _TRITON_TILE, _TRITON_MIN_TILE = 16384, 1024
 _FORWARD_TOKENS = 512  # without gradients nothing is gained by more
 _VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
@@ -41,6 +44,7 @@ class Extra(NamedTuple):
     ids: int = 0  # K of support_ids
     cutoff: bool = False  # a support that is found in all logits of a token
     support: bool = False
+    groups: bool = False  # a routed pass, which adds up groups of neighbours
 
 
 PLAIN = Extra()
@@ -85,6 +89,10 @@ def chunk_bytes_used(
         2 c v                    which entries of a tile are kept
         40 c K                   `support_ids`, and where a tile's are
         48 V max(1, rows)        the rows that are sorted at a time, if any (`cutoff_rows`)
+
+    A routed pass forms no gradient of a tile (c v 2 and v H itemsize less), but has
+
+        c V (itemsize + 16) / 32  what is known of each token and group
     """
     tiles = math.ceil(vocab / tile)
     numbers, weights, blocks = tile + 4 * width + 16 * tiles, 2 * width, 2
@@ -94,6 +102,9 @@ def chunk_bytes_used(
         weights, blocks = weights + extra.ref_width, blocks + 3
     if extra.support:
         per_token += 2 * tile
+    if extra.groups:
+        per_token += vocab * (itemsize + 16) // 32 - 2 * tile
+        weights -= width
     total = tokens * (per_token + numbers * itemsize) + tile * weights * itemsize
     total += blocks * min(BLOCK_BYTES, tokens * tile * itemsize)
     return total + (48 * vocab * cutoff_rows(tokens, vocab) if extra.cutoff else 0)
@@ -121,6 +132,8 @@ def plan_chunks(
     weight_share = chunk_bytes // 6  # the tiles of the weights get at most this
     tile = min(_MAX_TILE, weight_share // ((2 * width + extra.ref_width) * itemsize))
     tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
+    if extra.groups:
+        tile = min(vocab, routed_tile(width))
 
     def fits(c: int) -> bool:
         used = chunk_bytes_used(c, tile, vocab, width, stored, itemsize, extra)
@@ -134,9 +147,19 @@ def plan_chunks(
         low, high = (middle, high) if fits(middle) else (low, middle)
     low = low if stored else min(low, _FORWARD_TOKENS)
     low = low - low % 8 if low > 8 else low
+    if extra.groups:
+        low = max(ROUTED_ROWS, low - low % ROUTED_ROWS)
     if tokens > low:  # chunks of one size: a small last one costs nearly as much as a whole one
         low = math.ceil(tokens / math.ceil(tokens / low))
+    if extra.groups:
+        low += -low % ROUTED_ROWS
     return ChunkPlan(low, tile)
+
+
+def routed_tile(width: int) -> int:
+    """Vocabulary entries per product of a routed pass."""
+    tile = 1 << (_ROUTED_TILE_ENTRIES // width).bit_length() - 1
+    return min(_MAX_TILE, max(_ROUTED_MIN_TILE, tile))
 
 
 def triton_bytes_used(

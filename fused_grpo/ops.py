@@ -21,7 +21,9 @@ from fused_grpo.passes import (
     Tokens,
     TokenValues,
     Upstream,
+    with_gradients,
 )
+from fused_grpo.routed import Pending, Route, routed_pass
 from fused_grpo.support import Support
 from fused_grpo.tiles import Head
 
@@ -55,6 +57,7 @@ class HeadCall:
     backend: Backend = CHUNKED
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
     shard: VocabShard | None = None  # weight and bias hold these rows of a larger head
+    route: Route | None = None  # None: exact gradients
 
     def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
         return (
@@ -74,6 +77,27 @@ class HeadCall:
         return self.backend.head_pass(
             tokens, head, needs, coefficients, self.chunk_bytes, reference, compact
         )
+
+    def routed_pass(
+        self,
+        tokens: Tokens,
+        head: Head,
+        needs: Needs,
+        coefficients: Coefficients | None,
+        reference: Reference | None = None,
+    ) -> tuple[HeadResult, Pending]:
+        """As `head_pass`; without `coefficients`, what is kept until they are known."""
+        assert self.route is not None
+        return routed_pass(
+            tokens, head, needs, coefficients, self.chunk_bytes, self.route, reference
+        )
+
+    def entries_can_wait(self, needs: Needs) -> bool:
+        """Whether a routed pass needs no gradient of the loss before its end."""
+        if self.route is None or not needs.any_grad:
+            return False
+        only_hidden = not (needs.weight_grad or needs.bias_grad)
+        return only_hidden or not self.route.exact_weight_grad
 
     def plan_pass(
         self, tokens: Tokens, head: Head, needs: Needs, reference: Reference | None = None
@@ -100,7 +124,7 @@ class LogprobsFunction(torch.autograd.Function):
 
     Where only the hidden states need a gradient and no entropy or KL is asked for, u_t =
     dlogp_t/dh_t is formed in the forward instead: 4NHV in all rather than 6NHV, for any upstream
-    gradient.
+    gradient. Routed gradients wait as kept entries: 2NHV.
     """
 
     @staticmethod
@@ -116,14 +140,23 @@ class LogprobsFunction(torch.autograd.Function):
         needs, bound = _needs(ctx, entropy), call.bind_reference()
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
-        ctx.unit = _only_hidden(needs) and not entropy and not (bound is not None and bound.kl)
-        coefficients = _unit_coefficients if ctx.unit else None
-        result = call.head_pass(*call.bind(hidden, weight, bias), needs, coefficients, bound)
+        pending: Pending | None = None
+        plain = _only_hidden(needs) and not entropy and not (bound is not None and bound.kl)
+        ctx.unit = plain and call.route is None
+        operands = call.bind(hidden, weight, bias)
+        if call.entries_can_wait(needs):
+            with_entropy = replace(needs, entropy_grad=entropy)
+            result, pending = call.routed_pass(*operands, with_entropy, None, bound)
+        else:
+            coefficients = _unit_coefficients if ctx.unit else None
+            result = call.head_pass(*operands, needs, coefficients, bound)
         if ctx.unit:
             ctx.save_for_backward(result.hidden_grad)
         else:  # the reference's, too, so that a change in between is noticed
             ctx.save_for_backward(hidden, weight, bias, *reference)
-        ctx.dtype = result.logps.dtype
+        ctx.pending = pending
+        values = (result.logps, result.entropy)
+        ctx.values = TokenValues(*(None if x is None else x.detach() for x in values))  # type: ignore[arg-type]
         constants = (result.ref_logps, result.support_size, result.outside)
         ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         return result.logps, result.entropy, result.kl, *constants
@@ -136,7 +169,7 @@ class LogprobsFunction(torch.autograd.Function):
         call: HeadCall = ctx.call
         none = (None,) * 5
         if g is None:
-            g = torch.zeros(call.index.shape, dtype=ctx.dtype, device=call.index.device)
+            g = torch.zeros_like(ctx.values.logps)
         if ctx.unit:
             (u,) = ctx.saved_tensors
             return _scale_rows(u, call.index, g), None, None, *none
@@ -145,11 +178,17 @@ class LogprobsFunction(torch.autograd.Function):
             return Upstream(*(None if x is None else x[span] for x in (g, e, k)))  # type: ignore[arg-type]
 
         hidden, weight, bias = ctx.saved_tensors[:3]
+        operands = call.bind(hidden, weight, bias)
         needs = replace(
             ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
         )
-        reference = None if k is None else call.bind_reference()
-        result = call.head_pass(*call.bind(hidden, weight, bias), needs, upstream, reference)
+        if ctx.pending is not None:
+            result = ctx.pending.gradients(*operands, needs, ctx.values, Upstream(g, e))
+        elif call.route is not None:
+            result = call.routed_pass(*operands, needs, upstream)[0]
+        else:
+            reference = None if k is None else call.bind_reference()
+            result = call.head_pass(*operands, needs, upstream, reference)
         return result.hidden_grad, result.weight_grad, result.bias_grad, *none
 
 
@@ -223,6 +262,9 @@ def loss_pass(
         g[span] = upstream.logps
         return upstream
 
+    if needs.any_grad and call.route is not None:
+        result = _routed_loss_pass(call, tokens, head, needs, reference, objective, evaluate, known)
+        return result, per_token, g
     plan = call.plan_pass(tokens, head, needs, reference)
     alone = objective.local or (n <= plan.tokens and (n > 0 or not objective.spans_ranks))
     if needs.any_grad and alone:
@@ -237,9 +279,33 @@ def loss_pass(
     elif needs.any_grad:
         again = reference if needs.kl_grad else None
         second = call.head_pass(tokens, head, needs, known, again)
-        gradients = ("hidden_grad", "weight_grad", "bias_grad")
-        result = replace(result, **{name: getattr(second, name) for name in gradients})
+        result = with_gradients(result, second)
     return result, per_token, g
+
+
+def _routed_loss_pass(
+    call: HeadCall,
+    tokens: Tokens,
+    head: Head,
+    needs: Needs,
+    reference: Reference | None,
+    objective: Objective,
+    evaluate: Coefficients,
+    known: Coefficients,
+) -> HeadResult:
+    """One pass whatever the objective, as kept entries can wait; two where an exact dW cannot."""
+    everything = slice(0, call.index.numel())
+    if objective.local:
+        return call.routed_pass(tokens, head, needs, evaluate, reference)[0]
+    if call.entries_can_wait(needs):
+        result, pending = call.routed_pass(tokens, head, needs, None, reference)
+        evaluate(everything, result)
+        upstream = known(everything, result)
+        return with_gradients(result, pending.gradients(tokens, head, needs, result, upstream))
+    result = call.head_pass(tokens, head, needs, None, reference)
+    evaluate(everything, result)
+    second, _ = call.routed_pass(tokens, head, needs, known)
+    return replace(with_gradients(result, second), routing=second.routing)
 
 
 def _needs(ctx: Any, entropy: bool, objective: Objective | None = None) -> Needs:

@@ -38,6 +38,15 @@ class Tokens:
             rows.masked_fill_(~self.counted[span, None], 0)
         return rows
 
+    def select(self, kept: Tensor) -> Tokens:
+        """The tokens at `kept`."""
+        return select_rows(self, kept, but=("hidden",))
+
+    def padded(self, n: int) -> Tokens:
+        """n tokens, the last one repeated."""
+        have = self.index.numel()
+        return self.select(torch.arange(n, device=self.index.device).clamp_(max=have - 1))
+
     def temperatures(self, span: slice, dtype: torch.dtype) -> Tensor | float:
         """[c, 1], or the one number of all."""
         if isinstance(self.temperature, Tensor):
@@ -89,6 +98,7 @@ class TokenValues:
     kl: Tensor | None = None
     support_size: Tensor | None = None  # int64, entries that are kept
     outside: Tensor | None = None  # bool, whether the target is outside, and kept nevertheless
+    routing: Tensor | None = None  # [n, 3] what was kept, see `routed.Entries.statistics`
 
     def write(self, span: slice, part: TokenValues) -> None:
         for name, value in vars(part).items():
@@ -104,6 +114,12 @@ class HeadResult(TokenValues):
     weight_grad: Tensor | None = None
     bias_grad: Tensor | None = None
     weight_grad_written: bool = False  # before that it holds nothing yet
+
+
+def with_gradients(result: HeadResult, found: HeadResult) -> HeadResult:
+    """`result` with the gradients of another pass."""
+    gradients = ("hidden_grad", "weight_grad", "bias_grad")
+    return replace(result, **{name: getattr(found, name) for name in gradients})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from fused_grpo.support import ChunkSupport, Support
 if TYPE_CHECKING:
     from fused_grpo.divergence import ReferenceTiles
     from fused_grpo.groups import VocabShard
+
+GROUP = 32  # neighbours in the vocabulary whose common mass the routed backward looks at first
 
 
 @dataclass(frozen=True)
@@ -91,27 +94,39 @@ class LogitTiles:
         _finish_logits(z, self.temperature, self.head, v)
         return z
 
+    def select(self, rows: Tensor) -> LogitTiles:
+        """Of the tokens at `rows`."""
+        chosen = copy.copy(self)
+        chosen.x = self.x[rows]
+        if isinstance(self.temperature, Tensor):
+            chosen.temperature = self.temperature[rows]
+        return chosen
+
 
 def tile_softmax(
     logits: LogitTiles,
     target: Tensor,
     tile: int,
-    exps: Tensor | None,
+    exps: list[Tensor] | None,
     entropy: bool,
     support: Support | None = None,
     reference: ReferenceTiles | None = None,
+    groups: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[TileSums, ChunkSupport | None]:
-    """The forward of a chunk; fills `exps` [c, V] with E, 0 at the target, where it is given.
+    """The forward of a chunk; fills `exps`, tile by tile, with q, 0 at the target, where it is
+    given, and `groups` with the sums of its groups of GROUP neighbours.
 
-    Where a support has to be found in all logits first, `exps` holds these meanwhile.
+    Where a support has to be found in all logits first, `kept` [c, V] holds these meanwhile; `exps`
+    may be its tiles.
     """
     c, vocab = logits.x.shape[0], logits.head.weight.shape[0]
     read: Callable[[slice], Tensor] = logits
     within = None
     if support is not None:
         if support.needs_logits:
-            read = _kept_logits(logits, tile, exps)
-        cutoff = support.cutoff(exps)
+            read = _kept_logits(logits, tile, kept)
+        cutoff = support.cutoff(kept)
         within = ChunkSupport(support, cutoff, target)
     sums = TileSums.empty(logits.x, c, len(range(0, vocab, tile)), entropy)
     if logits.head.shard is not None:  # it may have no column here
@@ -125,15 +140,27 @@ def tile_softmax(
             within.restrict(z, v)
         if reference is not None:
             reference.read(z, target, v, j)
-        sums.top[:, j], sums.mass[:, j], sums.q_top[:, j] = softmax_with_top(z)
+        q = z
+        if exps is not None and exps[j].dtype == z.dtype and reference is None:
+            q = exps[j][:, : z.shape[1]]
+        sums.top[:, j], sums.mass[:, j], sums.q_top[:, j] = softmax_with_top(z, q)
         if reference is not None:
-            reference.compare(z, sums, j)
-        if exps is not None:
-            exps[:, v] = z
+            reference.compare(q, sums, j)
+        if exps is not None and q is z:
+            exps[j][:, : z.shape[1]] = z
+        if groups is not None and exps is not None:
+            add_up_groups(exps[j], v.start, groups)
         if sums.spread is not None:
-            for b in row_blocks(z):
-                sums.spread[b, j] = torch.special.entr(z[b]).sum(1)
+            for b in row_blocks(q):
+                sums.spread[b, j] = torch.special.entr(q[b]).sum(1)
     return sums, within
+
+
+def add_up_groups(q: Tensor, start: int, groups: Tensor) -> None:
+    """Writes the sums of a tile's groups of GROUP neighbours; its first column is `start`."""
+    first, count = start // GROUP, q.shape[1] // GROUP
+    by_group = q.unflatten(1, (-1, GROUP))
+    torch.sum(by_group, 2, dtype=groups.dtype, out=groups[:, first : first + count])
 
 
 def _kept_logits(logits: LogitTiles, tile: int, kept: Tensor | None) -> Callable[[slice], Tensor]:
@@ -144,8 +171,8 @@ def _kept_logits(logits: LogitTiles, tile: int, kept: Tensor | None) -> Callable
     return lambda v: kept[:, v].contiguous() if kept.shape[1] > tile else kept[:, v].clone()
 
 
-def softmax_with_top(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z [c, v] -> q in place; returns (top, mass, q_top), see TileSums.
+def softmax_with_top(z: Tensor, q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """z [c, v] -> q, in place where no other is given; returns (top, mass, q_top), see TileSums.
 
     torch's softmax is one pass over memory where exp, sum and their like are one each, but keeps
     its sum to itself: so the first logit gives its place to the largest, whose share tells the sum
@@ -155,9 +182,10 @@ def softmax_with_top(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = torch.where(largest == -torch.inf, 0.0, largest)
     first = (z[:, 0] - top).exp()
     z[:, 0] = top
-    torch.softmax(z, 1, out=z)
-    q_top = z[:, 0].clone()
-    z[:, 0] = first * q_top
+    q = z if q is None else q
+    torch.softmax(z, 1, out=q)
+    q_top = q[:, 0].clone()
+    q[:, 0] = first * q_top
     return top, (1 / q_top - 1) + first, q_top
 
 
@@ -201,6 +229,17 @@ def take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
     if hit.numel():
         z_target[hit] = z[hit, column[hit]]
         z[hit, column[hit]] = -torch.inf
+
+
+def one_softmax(sums: TileSums) -> tuple[TileSums, Tensor]:
+    """Tiles as one softmax of the row, and [c, J] the factors that make it of theirs."""
+    empty = sums.mass < 0.5
+    lse = torch.logsumexp(torch.where(empty, -torch.inf, sums.top + sums.mass.log()), 1, True)
+    nothing = lse == -torch.inf
+    shares = (sums.top - sums.q_top.log() - lse).exp().masked_fill_(empty, 0)
+    ones = torch.ones_like(lse)
+    top, mass = lse.masked_fill(nothing, 0), ones.masked_fill(nothing, 0)
+    return TileSums(top, mass, ones, None, sums.z_target), shares
 
 
 @dataclass

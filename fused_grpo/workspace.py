@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fused_grpo.gradients import product_dtype
-from fused_grpo.memory import ChunkPlan, Extra, plan_chunks
+from fused_grpo.memory import ChunkPlan, Extra, plan_chunks, slices
 from fused_grpo.passes import Needs, Reference, Tokens
-from fused_grpo.tiles import Head, compute_dtype
+from fused_grpo.tiles import GROUP, Head, compute_dtype
 
 
 def plan_pass(
@@ -19,6 +19,7 @@ def plan_pass(
     needs: Needs,
     chunk_bytes: int | None,
     reference: Reference | None = None,
+    routed: bool = False,
 ) -> ChunkPlan:
     """The chunks of a pass; something is kept per vocabulary entry for gradients, and for supports
     that are found in all logits of a token."""
@@ -29,7 +30,7 @@ def plan_pass(
         stored = _stored_dtype(tokens, head, needs).itemsize
     if _keeps_deltas(needs, reference):
         stored += dtype.itemsize
-    extra = _extra(tokens, reference)
+    extra = _extra(tokens, reference)._replace(groups=routed)
     n = tokens.index.numel()
     return plan_chunks(chunk_bytes, vocab, width, stored, dtype.itemsize, extra, n)
 
@@ -85,21 +86,64 @@ class Workspace:
     tile: int
     weight_tile: WeightTiles
     ref_weight_tile: WeightTiles | None
-    exps: Tensor | None  # [c, V] softmaxes of the tiles; logits before that, for some supports
+    exps: list[Tensor] | None  # [c, v] each: the softmaxes of the tiles
+    logits: Tensor | None  # [c, V] their memory, where a support is found in all logits first
+    groups: Tensor | None  # [c, V / GROUP] sums over `exps`, whose last tile zeros fill up for them
+    slabs: Tensor | None  # [J, c, v] the memory of `exps`, where there are groups
     deltas: Tensor | None  # [c, V] see `ReferenceTiles`
+
+    def rows(self, count: int) -> Workspace:
+        """The buffers of a chunk of `count` tokens."""
+
+        def first(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[:count]
+
+        exps = None if self.exps is None else [x[:count] for x in self.exps]
+        return replace(
+            self,
+            exps=exps,
+            logits=first(self.logits),
+            groups=first(self.groups),
+            deltas=first(self.deltas),
+        )
 
     @staticmethod
     def allocate(
-        plan: ChunkPlan, tokens: Tokens, head: Head, needs: Needs, reference: Reference | None
+        plan: ChunkPlan,
+        tokens: Tokens,
+        head: Head,
+        needs: Needs,
+        reference: Reference | None,
+        routed: bool = False,
     ) -> Workspace:
-        shape = (min(tokens.index.numel(), plan.tokens), head.weight.shape[0])
-        exps = deltas = ref_weight_tile = None
-        if _keeps_entries(tokens, needs):
-            exps = head.weight.new_empty(shape, dtype=_stored_dtype(tokens, head, needs))
+        count, vocab = min(tokens.index.numel(), plan.tokens), head.weight.shape[0]
+        dtype = compute_dtype(tokens.hidden, head.weight)
+
+        def buffer(width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return head.weight.new_empty(count, width, dtype=dtype)
+
+        exps = logits = groups = slabs = deltas = ref_weight_tile = None
+        if tokens.support is not None and tokens.support.needs_logits:
+            logits = buffer(vocab)
+            exps = [logits[:, v] for v in slices(vocab, plan.tile)]
+        elif routed:
+            tile = plan.tile + -plan.tile % GROUP
+            groups = buffer(-(-vocab // GROUP))
+            slabs = buffer(-(-vocab // tile) * tile, _stored_dtype(tokens, head, needs))
+            slabs = slabs.view(-1, count, tile)
+            exps = [
+                slab[:, : -(-(v.stop - v.start) // GROUP) * GROUP]
+                for slab, v in zip(slabs, slices(vocab, tile), strict=True)
+            ]
+            exps[-1].zero_()
+        elif _keeps_entries(tokens, needs):
+            stored = _stored_dtype(tokens, head, needs)
+            exps = [buffer(v.stop - v.start, stored) for v in slices(vocab, plan.tile)]
         if _keeps_deltas(needs, reference):
-            dtype = compute_dtype(tokens.hidden, head.weight)
-            deltas = head.weight.new_empty(shape, dtype=dtype)
+            deltas = buffer(vocab)
         if reference is not None:
             ref_weight_tile = WeightTiles(reference.tokens.hidden, reference.head, plan.tile)
         weight_tile = WeightTiles(tokens.hidden, head, plan.tile)
-        return Workspace(plan.tile, weight_tile, ref_weight_tile, exps, deltas)
+        return Workspace(
+            plan.tile, weight_tile, ref_weight_tile, exps, logits, groups, slabs, deltas
+        )

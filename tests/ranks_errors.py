@@ -108,6 +108,7 @@ def out_of_range() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "support": ({"support_top_k": 5}, "support_top_k does not go with process_group"),
     "reference": ({"backend": "reference"}, "backend='reference' does not know"),
+    "routed": ({"backward": "routed"}, "backward='routed' does not know"),
     "triton": ({"backend": "triton"}, 'backend="triton"'),
 }
 
@@ -209,6 +210,8 @@ def not_over_ranks() -> None:
             loss_type="kl_cov",
             cov_ratio=0.5,
         )
+    with pytest.raises(ValueError, match="sequence_group is given, which backward='routed'"):
+        call(mine, sequence_group=everyone(), backward="routed")
     for backend in ("reference", "triton"):
         with pytest.raises(ValueError, match=f"backend=.{backend}"):
             call(mine, sequence_group=everyone(), backend=backend)

@@ -117,6 +117,7 @@ def check_groups(
     support: Mapping[str, object] | None = None,
     reference: Mapping[str, object] | None = None,
     spec: LossSpec | None = None,
+    routing: Mapping[str, object] | None = None,
 ) -> None:
     """ValueError where a call with a shared vocabulary, or shared sequences, cannot be honoured."""
     name = "process_group" if vocab is not None else "sequence_group"
@@ -124,6 +125,8 @@ def check_groups(
         return
     if backend == "reference":
         raise ValueError(f"{name} is given, which backend='reference' does not know: use 'chunked'")
+    if (routing or {}).get("backward", "exact") != "exact":
+        raise ValueError(f"{name} is given, which backward='routed' does not know yet: use 'exact'")
     for other in (*(support or ()), *(reference or ())):
         if vocab is not None:
             hint = "; ref_per_token_logps may come from linear_logprobs with the same process_group"

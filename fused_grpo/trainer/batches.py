@@ -27,6 +27,7 @@ class MicroBatch:
         input_ids, attention_mask: [B, P + T - 1]: nothing is predicted from the last token.
         completion_ids, completion_mask: [B, T], the mask true where a token counts in the loss.
         advantages: [B].
+        sequence_ids: [B] which rows of the process's generation these are.
         num_items, num_rows, num_nonempty: counted tokens, rows, and rows with counted tokens of the
             optimizer step, per process.
         old_logps, ref_logps: [B, T], or None where they are not needed.
@@ -40,6 +41,7 @@ class MicroBatch:
     completion_ids: Tensor
     completion_mask: Tensor
     advantages: Tensor
+    sequence_ids: Tensor
     num_items: Tensor | None = None
     num_rows: Tensor | None = None
     num_nonempty: Tensor | None = None
@@ -103,6 +105,7 @@ def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slic
         completion_ids=completion_ids,
         completion_mask=counted[rows, :length],
         advantages=advantages[rows],
+        sequence_ids=torch.arange(len(advantages), device=advantages.device)[rows],
         sampling_logps=None
         if sample.sampling_logps is None
         else sample.sampling_logps[rows, :length],
@@ -121,17 +124,21 @@ def grouped(prompts: Sequence[Any]) -> tuple[list[Any], int]:
 
 
 def loss_of(
-    batch: MicroBatch, args: GRPOConfig, entropy_coef: float | None = None
+    batch: MicroBatch, args: GRPOConfig, entropy_coef: float | None = None, step: int = 0
 ) -> Callable[[Tensor, LanguageModelHead], GRPOLossOutput]:
     """A `head_fn`: the share of `batch` in the loss of its optimizer step.
 
     The micro-batches of a step add up to the loss of one batch with all their rows, for every
     reduction but bnpo's, which is defined by the tokens of a micro-batch. `entropy_coef` replaces
-    that of `args`.
+    that of `args`; `step` is that of the optimizer.
     """
     options, spec = args.loss_options, args.loss_spec
     if entropy_coef is not None:
         options["entropy_coef"] = entropy_coef
+    options |= args.route_options(step)
+    if "backward" in options:
+        # numbers of their own for every process's rows
+        options["sequence_ids"] = batch.sequence_ids * args.world_size + args.process_index
     sums, share = _step_sums(batch, args)
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> GRPOLossOutput:
