@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_grpo.backends import CHUNKED, Backend
 from fused_grpo.checks import check_head, check_number, check_targets, check_tensor
+from fused_grpo.groups import VocabShard
 from fused_grpo.ops import HeadCall, LogprobsFunction, ReferenceCall
 from fused_grpo.passes import Needs, TokenValues
 from fused_grpo.routed import Route
@@ -37,6 +38,7 @@ def make_call(
     reference: dict[str, Any] | None = None,
     backend: Backend = CHUNKED,
     counted: Tensor | None = None,
+    shard: VocabShard | None = None,
     route: Route | None = None,
 ) -> HeadCall:
     """`name` and `shape` are those of the ids that hold the targets [n] at `index`; with `counted`
@@ -45,7 +47,7 @@ def make_call(
     Whatever is out of range at a counted token raises here, or poisons its results with NaN where
     raising would make a GPU wait.
     """
-    vocab = weight.shape[0]
+    vocab = weight.shape[0] if shard is None else shard.vocab
     given = flat_temperature("temperature", temperature, shape, index, hidden.device, counted)
     target, flat = check_targets(name, target, given, vocab, check)
     kept, bad = make_support(support or {}, shape, index, vocab, check)
@@ -61,6 +63,7 @@ def make_call(
         kept,
         backend=backend,
         counted=counted,
+        shard=shard,
         route=route,
     )
     if reference is None:

@@ -50,6 +50,7 @@ from fused_grpo.tiles import (
     row_statistics,
     tile_softmax,
 )
+from fused_grpo.vocab_parallel import shard_statistics
 from fused_grpo.workspace import Workspace, plan_pass
 
 _REDONE = 32  # rows at a time that `exponentials` leaves: their tiles need memory of their own
@@ -139,7 +140,8 @@ def forward_chunk(
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
     """A chunk up to its values; fills the buffers of `work`."""
-    rows, target, lora_rows = tokens.rows(span), tokens.target[span], tokens.lora_rows(span)
+    rows, lora_rows = tokens.rows(span), tokens.lora_rows(span)
+    target = head.local(tokens.target[span])
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     work = work.rows(len(rows))
     logits = LogitTiles(rows, temperature, head, work.weight_tile, lora_rows)
@@ -147,7 +149,7 @@ def forward_chunk(
     watched = None
     if needs.statistics:
         logits = watched = WatchedTiles(logits, target)
-    plain = tokens.support is None and beside is None and watched is None
+    plain = tokens.support is None and beside is None and watched is None and head.shard is None
     within = None
     if plain and applies(rows, head, tokens.temperature, needs.entropy):
         sums = _exponentials(logits, rows, target, work)
@@ -164,7 +166,7 @@ def forward_chunk(
             work.groups,
             work.logits,
         )
-    stats = row_statistics(sums)
+    stats = row_statistics(sums) if head.shard is None else shard_statistics(sums, head.shard)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
     if watched is not None:
         values.statistics = watched.statistics

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_grpo.backends import CHUNKED, Backend
+from fused_grpo.groups import VocabShard
 from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
 from fused_grpo.passes import (
@@ -56,6 +57,7 @@ class HeadCall:
     reference: ReferenceCall | None = None
     backend: Backend = CHUNKED
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
+    shard: VocabShard | None = None  # weight and bias hold these rows of a larger head
     route: Route | None = None  # None: exact gradients
     statistics: bool = False  # beside log-probabilities, see `statistics`
 
@@ -77,7 +79,7 @@ class HeadCall:
                 self.counted,
                 lora_hidden,
             ),
-            Head(weight, bias, self.logit_scale, self.softcap, lora_weight),
+            Head(weight, bias, self.logit_scale, self.softcap, lora_weight, self.shard),
         )
 
     def head_pass(
@@ -290,7 +292,8 @@ def loss_pass(
         result = _routed_loss_pass(call, tokens, head, needs, reference, objective, evaluate, known)
         return result, per_token, g
     plan = call.plan_pass(tokens, head, needs, reference)
-    if needs.any_grad and (objective.local or n <= plan.tokens):
+    alone = objective.local or (n <= plan.tokens and (n > 0 or not objective.spans_ranks))
+    if needs.any_grad and alone:
         result = call.head_pass(tokens, head, needs, evaluate, reference)
         return result, per_token, g
     unit = needs.only_rows and not needs.entropy_grad and not needs.kl_grad

@@ -103,6 +103,8 @@ NEUTRAL = {
     "check_inputs",
     "chunk_bytes",
     "compact",
+    "process_group",
+    "sequence_group",
 }
 NEUTRAL |= {"hidden", "weight", "completion_ids", "advantages", "options"}
 

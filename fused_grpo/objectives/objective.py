@@ -64,6 +64,8 @@ class Objective:
         reach = reach_of(spec, batch)
         self._fresh = _Fresh.of(spec, batch, self.weights) if reach == "fresh" else None
         self.local = reach in ("token", "fresh")
+        # whether an evaluation is a collective: then every rank makes one, whatever tokens it has
+        self.spans_ranks = batch.group is not None and not self.local
 
     def evaluate(self, span: slice, values: TokenValues) -> tuple[Tensor, Upstream]:
         """([c] per-token losses, their gradients) of a span of tokens."""

@@ -12,7 +12,7 @@ from fused_grpo.batch import TokenBatch
 from fused_grpo.kl import Penalty, kl_penalty
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import LEVELS, clamp_log_ratio, per_sequence
+from fused_grpo.ratios import LEVELS, clamp_log_ratio
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,18 @@ def make_view(
         ratio=clamp_log_ratio(log_ratio, spec.log_ratio_clamp).exp(),
         weight=weight,
         entropy=entropy,
-        sequence=batch.sequence,
-        lengths=batch.lengths,
+        sequences=batch.sequences,
     )
 
 
 def level_of(log_ratio: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor:
     """[n] the log-ratio at the level of the ratio, from those of tokens."""
     if batch.counted is None or batch.spans is None:
-        return LEVELS[spec.level](log_ratio, batch.sequence, batch.lengths)
+        return LEVELS[spec.level](log_ratio, batch.sequences)
     if spec.level == "token":
         return log_ratio
     # with a fixed capacity the mean over the counted tokens, which is the only other level there
-    total = per_sequence(batch.select(log_ratio), batch.spans)
-    return batch.select((total / batch.lengths.clamp_min(1))[batch.sequence])
+    return batch.select(batch.sequences.mean(batch.select(log_ratio))[batch.sequence])
 
 
 def _chosen_by_entropy(view: TokenView, spec: LossSpec) -> Tensor | None:
