@@ -203,7 +203,8 @@ def linear_logprobs(
         ignore_index,
         {"targets": targets, "temperature": temperature, "logit_scale": logit_scale}
         | {"softcap": softcap, "entropy": entropy}
-        | {"backend": backend, "chunk_bytes": chunk_bytes, "options": sorted(options)},
+        | {"backend": backend, "chunk_bytes": chunk_bytes, "options": sorted(options)}
+        | {name: options[name] for name in sorted(options)},
     )
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
@@ -592,7 +593,8 @@ def grpo_loss(
     values = TokenValues(*found)
     logged = objective.metrics(values, g)
     if values.routing is not None:
-        logged |= routed.metrics(values.routing, g, values.logps, weight.shape[0])
+        vocab = weight.shape[0] if shard is None else shard.vocab
+        logged |= routed.metrics(values.routing, g, values.logps, vocab)
     return _output(loss, per_token, values, batch, logged)
 
 

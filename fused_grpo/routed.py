@@ -10,6 +10,9 @@ neighbours, whose sum the forward adds up, with probability min(1, S / tau), and
 with what is left of its own. The noise is a hash of the seed, the sequence's id and the position in
 it, so that a token keeps the same entries whatever else is in the batch. Nothing depends on what
 was drawn; rows that can be expected to keep much take the exact path.
+
+Of a shared vocabulary each rank draws from its own rows, with noise of its own. What is expected is
+added up over the ranks, so that all of them send the same rows the exact path.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from fused_grpo.passes import (
     select_rows,
     with_gradients,
 )
-from fused_grpo.tiles import GROUP, Head, compute_dtype
+from fused_grpo.tiles import GROUP, Head, compute_dtype, rows_in_tile
 from fused_grpo.workspace import Workspace, plan_pass
 
 DEFAULT_TAU = 2.0**-12
@@ -166,6 +169,11 @@ def _mix(x: Tensor) -> Tensor:
 _WORD = 0xFFFFFFFF
 
 
+def _keys_of_part(keys: Tensor, start: int) -> Tensor:
+    """[n] for the rows from `start` on of a shared vocabulary, whose groups are counted from 0."""
+    return _mix(keys ^ _mix(torch.tensor(start))) if start else keys
+
+
 def _seed_word(seed: int) -> Tensor:
     words = torch.tensor([seed & _WORD, (seed >> 32) & _WORD])
     return _mix(words[0] ^ _mix(words[1]))
@@ -196,7 +204,7 @@ def select(chunk: Chunk, work: Workspace, route: Route, head: Head, log_p: bool)
     """The entries of a chunk that are kept.
 
     Rows that can be expected to keep more than `_DENSE_SHARE` of the vocabulary, and those with
-    NaN, are dense.
+    NaN, are dense: the same ones on all ranks of a shared vocabulary.
     """
     assert chunk.exps is not None
     assert work.groups is not None
@@ -206,7 +214,9 @@ def select(chunk: Chunk, work: Workspace, route: Route, head: Head, log_p: bool)
     if chunk.exps[0].dtype != groups.dtype:
         mass *= _ROUNDED_UP
     expected = mass.clamp(max=GROUP).sum(1)
-    dense = ~(expected <= _DENSE_SHARE * head.weight.shape[0])
+    if head.shard is not None:
+        expected = head.shard.sum(expected)
+    dense = ~(expected <= _DENSE_SHARE * head.vocab)
     mass.masked_fill_(dense[:, None], -1)
     at = (mass >= _windows(route, groups.shape[1])).view(-1).nonzero().squeeze(1)
     share, mass = (x.reshape(-1).index_select(0, at) for x in (share, mass))
@@ -346,25 +356,35 @@ class Gradients:
         weight: Tensor,
         at_target: Tensor,
     ) -> None:
-        rows = live.nonzero().squeeze(1)
-        if rows.numel() == 0:
+        rows, result, shard = live.nonzero().squeeze(1), self.result, self.head.shard
+        if rows.numel() == 0 and shard is None:
             return
-        result, target = self.result, self.tokens.target[span][rows]
-        at_target = at_target[rows]
+        target, at_target = self.head.local(self.tokens.target[span])[rows], at_target[rows]
+        if shard is not None:  # only the targets whose rows are here
+            here = rows_in_tile(target, self.head.weight.shape[0])
+            target, at_target, of_target = target[here], at_target[here], rows[here]
+        else:
+            of_target = rows
         if result.hidden_grad is not None:
-            w = self.head.weight
+            w, index = self.head.weight, self.tokens.index[span]
+            if shard is not None:  # of all tokens: the ranks' sums have one shape, come what may
+                rows = torch.arange(len(live), device=rows.device)
             offsets = torch.searchsorted(row, _and_end(rows, len(live)), out_int32=True)
             dh = _weighted_sums(w, column, offsets, weight, self.product).to(self.dtype)
-            dh.addcmul_(w[target].to(self.dtype), at_target[:, None])
+            if shard is None:
+                dh.addcmul_(w[target].to(self.dtype), at_target[:, None])
+            else:
+                dh[of_target] += w[target].to(self.dtype) * at_target[:, None]
+                shard.sum(dh)
             flat = result.hidden_grad.view(-1, w.shape[1])
-            flat[self.tokens.index[span][rows]] = dh.to(flat.dtype)
+            flat[index[rows]] = dh.to(flat.dtype)
         if self.route.exact_weight_grad:
             return
-        row, column = torch.cat([row, rows.int()]), torch.cat([column, target.int()])
+        row, column = torch.cat([row, of_target.int()]), torch.cat([column, target.int()])
         weight = torch.cat([weight, at_target])
         if result.bias_grad is not None:
             add_rows(result.bias_grad, column, weight)
-        if self.needs.weight_grad:
+        if self.needs.weight_grad and len(row):
             self._pending.append((row + span.start, column, weight))
             self._bytes += _ENTRY_BYTES * len(row)
             if self._bytes > self._limit:
@@ -490,7 +510,8 @@ def routed_pass(
     if n == 0:
         return with_gradients(result, total.finish()), pending
     padded = n + -n % ROUTED_ROWS
-    tokens, route = tokens.padded(padded), replace(route, keys=_pad(route.keys, padded))
+    keys = route.keys if head.shard is None else _keys_of_part(route.keys, head.shard.start)
+    tokens, route = tokens.padded(padded), replace(route, keys=_pad(keys, padded))
     if reference is not None:
         reference = replace(reference, tokens=reference.tokens.padded(padded))
     plan = plan_pass(tokens, head, needs, chunk_bytes, reference, routed=True)
@@ -511,6 +532,8 @@ def routed_pass(
             if dense_w is not None:
                 sparse = replace_rows(upstream, entries.dense, span.stop - span.start)
                 add_gradients(chunk, sparse, head, work.tile, work.weight_tile, dense_w)
+    if head.shard is not None:
+        head.shard.sum(result.routing)
     if coefficients is None:
         return result, pending
     if dense_w is not None:

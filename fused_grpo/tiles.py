@@ -44,6 +44,11 @@ class Head:
         """Of the weight; where there are shards, of the largest: all ranks plan alike."""
         return self.weight.shape[0] if self.shard is None else self.shard.largest
 
+    @property
+    def vocab(self) -> int:
+        """Of the whole head."""
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab
+
     def local(self, target: Tensor) -> Tensor:
         """Rows of `weight`, from ids; outside of [0, V_r) where another shard has them."""
         return target if self.shard is None else target - self.shard.start

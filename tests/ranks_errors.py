@@ -108,7 +108,6 @@ def out_of_range() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "support": ({"support_top_k": 5}, "support_top_k does not go with process_group"),
     "reference": ({"backend": "reference"}, "backend='reference' does not know"),
-    "routed": ({"backward": "routed"}, "backward='routed' does not know"),
     "triton": ({"backend": "triton"}, 'backend="triton"'),
 }
 

@@ -130,8 +130,10 @@ def check_groups(
         return
     if backend == "reference":
         raise ValueError(f"{name} is given, which backend='reference' does not know: use 'chunked'")
-    if (routing or {}).get("backward", "exact") != "exact":
-        raise ValueError(f"{name} is given, which backward='routed' does not know yet: use 'exact'")
+    if sequences is not None and (routing or {}).get("backward", "exact") != "exact":
+        raise ValueError(
+            "sequence_group is given, which backward='routed' does not know yet: use 'exact'"
+        )
     adapter, *outputs = apart or (None,)
     if vocab is not None and (adapter is not None or any(outputs)):
         other = "lora_weight" if adapter is not None else "outputs"
