@@ -145,6 +145,11 @@ def join_sequences(
     return group
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """0 where there is no group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 def check_member(name: str, group: object) -> None:
     """TypeError or ValueError unless it is a group that this rank is in."""
     if not isinstance(group, dist.ProcessGroup):

@@ -18,7 +18,7 @@ from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import ADAPTER, SAME, joined, make_call, token_values
 from fused_grpo.checks import check_choice, check_head, check_lora, check_tensor
 from fused_grpo.corrections import prepare
-from fused_grpo.groups import join_sequences, join_vocab
+from fused_grpo.groups import join_sequences, join_vocab, rank_in
 from fused_grpo.objectives import LossSpec, metrics, token_terms
 from fused_grpo.objectives.inputs import (
     check_groups,
@@ -204,7 +204,7 @@ def linear_logprobs(
         {"targets": targets, "temperature": temperature, "logit_scale": logit_scale}
         | {"softcap": softcap, "entropy": entropy}
         | {"backend": backend, "chunk_bytes": chunk_bytes, "options": sorted(options)}
-        | {name: options[name] for name in sorted(options)},
+        | dict(sorted(options.items())),
     )
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
@@ -219,9 +219,7 @@ def linear_logprobs(
     outputs = check_outputs(outputs)
     if outputs and support:
         raise ValueError(f"outputs={outputs!r} is not known with {', '.join(support)}")
-    check_groups(
-        process_group, None, backend, support, routing=routing, apart=(lora_weight, outputs)
-    )
+    check_groups(process_group, None, backend, support, apart=(lora_weight, outputs))
     wants = _wants(routing, support, adapter=lora_weight) or ("outputs" if outputs else None)
     wants = wants or _group(process_group=process_group)
     head_backend = choose(backend, hidden, weight, wants)
@@ -525,9 +523,7 @@ def grpo_loss(
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
     given_reference = _given(reference)
-    check_groups(
-        shard, sequence_group, backend, support, given_reference, spec, routing, (lora_weight,)
-    )
+    check_groups(shard, sequence_group, backend, support, given_reference, spec, (lora_weight,))
     wants = _wants(routing, support, given_reference, lora_weight)
     wants = wants or _group(process_group=process_group, sequence_group=sequence_group)
     head_backend = choose(backend, hidden, weight, wants)
@@ -547,6 +543,9 @@ def grpo_loss(
         group=sequence_group,
     )
     route = _route(routing, batch.sequence, len(batch.lengths), backend, support, spec, lora_weight)
+    if route is not None:  # positions count from the rank's first
+        keys = routed.keys_of_part(route.keys, -rank_in(sequence_group))
+        route = replace(route, keys=keys)
     call = make_call(
         "completion_ids",
         batch.target,

@@ -169,9 +169,10 @@ def _mix(x: Tensor) -> Tensor:
 _WORD = 0xFFFFFFFF
 
 
-def _keys_of_part(keys: Tensor, start: int) -> Tensor:
-    """[n] for the rows from `start` on of a shared vocabulary, whose groups are counted from 0."""
-    return _mix(keys ^ _mix(torch.tensor(start))) if start else keys
+def keys_of_part(keys: Tensor, part: int) -> Tensor:
+    """[n] keys for noise of its own: of the rows from `part` on of a shared vocabulary, or of the
+    tokens that rank -`part` of a sequence_group holds; both count from 0. Part 0 keeps its keys."""
+    return _mix(keys ^ _mix(torch.tensor(part))) if part else keys
 
 
 def _seed_word(seed: int) -> Tensor:
@@ -510,7 +511,7 @@ def routed_pass(
     if n == 0:
         return with_gradients(result, total.finish()), pending
     padded = n + -n % ROUTED_ROWS
-    keys = route.keys if head.shard is None else _keys_of_part(route.keys, head.shard.start)
+    keys = route.keys if head.shard is None else keys_of_part(route.keys, head.shard.start)
     tokens, route = tokens.padded(padded), replace(route, keys=_pad(keys, padded))
     if reference is not None:
         reference = replace(reference, tokens=reference.tokens.padded(padded))

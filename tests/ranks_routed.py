@@ -22,6 +22,7 @@ from ranks import (
 )
 from test_routed import TAU, VOCAB, WIDTH, exact_gradients, leaves, routed_gradients, tile
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from fused_grpo import grpo_loss, linear_logprobs, policy_loss, routed
 
@@ -135,8 +136,7 @@ def dense_rows_are_those_of_all_ranks() -> None:
 
 
 def ranks_have_noise_of_their_own() -> None:
-    """The same rows on both ranks, flat enough that 1 of 64 entries is kept: what the ranks keep has
-    no more in common than by chance."""
+    """The same rows on both ranks, flat enough that 1 of 64 entries is kept."""
     n, half = 64, 2048
     weight = (torch.randn(half, WIDTH) * 0.1).repeat(2, 1)
     hidden = torch.randn(n, WIDTH).requires_grad_()
@@ -151,17 +151,21 @@ def ranks_have_noise_of_their_own() -> None:
             route_seed=3,
             process_group=everyone(),
         ).logps.sum().backward()
-    kept = torch.zeros(n, half, dtype=torch.bool)
-    start = 0
+    check_kept_apart(found, half)
+
+
+def check_kept_apart(found: list[routed.Entries], columns: int) -> None:
+    """Of 64 tokens 1 of 64 entries is kept, and the two ranks' have no more in common than by
+    chance."""
+    kept, start = torch.zeros(64, columns, dtype=torch.bool), 0
     for entries in found:
         kept[start + entries.row, entries.column] = True
         start += len(entries.dense)
     first, second = of_all(kept)
-    together, expected = (first & second).sum().item(), first.sum().item() / 64
-    assert 20 < expected < 44
-    assert together < 2 * expected
-    single = first.any(0).sum(), second.any(0).sum()
-    assert min(single) > 0.5 * half  # nor do all tokens keep the same
+    by_chance = 64 * columns / 64**2
+    assert abs(first.sum().item() / (64 * by_chance) - 1) < 0.3
+    assert (first & second).sum().item() < 2 * by_chance
+    assert first.any(0).sum() > 0.5 * columns  # nor do all tokens keep the same
 
 
 def same_call_same_bits() -> None:
@@ -376,6 +380,79 @@ def another_seed() -> None:
             )
 
 
+def parts_of_sequences(level: str) -> None:
+    """Ranks that share the tokens of four sequences; of four ranks two share the vocabulary, too.
+    The mean over copies of the sequences comes to the exact gradient."""
+    call = leaves(20, "bias")
+    old = linear_logprobs(call["hidden"], call["weight"], call["targets"], bias=call["bias"]).logps
+    batch = {
+        "hidden": call["hidden"].view(4, 5, WIDTH),
+        "completion_ids": call["targets"].view(4, 5),
+        "old_per_token_logps": (old + torch.randn(20) * 0.2).view(4, 5),
+    }
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.7])
+
+    def gradients(copies: int, time: slice, rows: slice, **options: Any) -> dict[str, Tensor]:
+        mine = {k: x[:, time].repeat(copies, *[1] * (x.dim() - 1)) for k, x in batch.items()}
+        leaf = {
+            "hidden": mine["hidden"],
+            "weight": call["weight"][rows],
+            "bias": call["bias"][rows],
+        }
+        leaf = {k: x.clone().requires_grad_() for k, x in leaf.items()}
+        grpo_loss(
+            **(mine | leaf),
+            advantages=advantages.repeat(copies),
+            loss_type="grpo",
+            importance_sampling_level=level,
+            **options,
+        ).loss.backward()
+        grads = {k: x.grad for k, x in leaf.items()}
+        grads["hidden"] = grads["hidden"].view(copies, 4, -1, WIDTH).sum(0)
+        return grads
+
+    want = gradients(1, slice(0, 5), slice(0, VOCAB))
+    mesh = init_device_mesh("cpu", (2, world() // 2), mesh_dim_names=("time", "vocab"))
+    groups = {"sequence_group": mesh.get_group("time")}
+    time, rows = bounds([0, 3, 5], mesh.get_local_rank("time")), slice(0, VOCAB)
+    if world() == 4:
+        groups["process_group"] = mesh.get_group("vocab")
+        rows = bounds(CUTS[2], mesh.get_local_rank("vocab"))
+    found = []
+    for copies in (32, 512):
+        options = {"backward": "routed", "route_tau": TAU, "route_seed": 1, **groups}
+        got = gradients(copies, time, rows, **options)
+        error = {"hidden": (got["hidden"] - want["hidden"][:, time]).norm()}
+        for name in ("weight", "bias"):
+            error[name] = (summed(got[name], groups["sequence_group"]) - want[name][rows]).norm()
+        found.append({k: (x / want[k].norm()).item() for k, x in error.items()})
+    for name in want:
+        few, many = found[0][name], found[1][name]
+        assert many < 0.02, (name, found)
+        assert 0.1 < many / few < 0.5, (name, found)
+
+
+for level in ("token", "sequence"):
+    case(parts_of_sequences, of=level, level=level)
+
+
+def parts_have_noise_of_their_own() -> None:
+    """The same tokens on both ranks of a sequence_group, flat as above."""
+    weight, hidden = torch.randn(4096, WIDTH) * 0.1, torch.randn(4, 16, WIDTH).requires_grad_()
+    with recorded() as found:
+        grpo_loss(
+            hidden,
+            weight,
+            torch.zeros(4, 16, dtype=torch.int64),
+            torch.ones(4),
+            backward="routed",
+            route_tau=2.0**-6,
+            route_seed=3,
+            sequence_group=everyone(),
+        ).loss.backward()
+    check_kept_apart(found, 4096)
+
+
 case(dense_rows_are_those_of_all_ranks, worlds=[2])
 for trainable in (["hidden"], ["weight", "bias"], ["bias"]):
     case(only, worlds=[2], of="_".join(trainable), trainable=trainable)
@@ -383,6 +460,7 @@ for function in (same_call_same_bits, not_a_number, number_of_collectives):
     case(function, of="routed")
 for function in (
     ranks_have_noise_of_their_own,
+    parts_have_noise_of_their_own,
     lone_nan_token,
     nothing_counts,
     metrics_are_of_the_whole_vocabulary,

@@ -118,7 +118,6 @@ def check_groups(
     support: Mapping[str, object] | None = None,
     reference: Mapping[str, object] | None = None,
     spec: LossSpec | None = None,
-    routing: Mapping[str, object] | None = None,
     apart: Sequence[object] = (),
 ) -> None:
     """ValueError where a call with a shared vocabulary, or shared sequences, cannot be honoured.
@@ -130,10 +129,6 @@ def check_groups(
         return
     if backend == "reference":
         raise ValueError(f"{name} is given, which backend='reference' does not know: use 'chunked'")
-    if sequences is not None and (routing or {}).get("backward", "exact") != "exact":
-        raise ValueError(
-            "sequence_group is given, which backward='routed' does not know yet: use 'exact'"
-        )
     adapter, *outputs = apart or (None,)
     if vocab is not None and (adapter is not None or any(outputs)):
         other = "lora_weight" if adapter is not None else "outputs"
