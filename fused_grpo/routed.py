@@ -73,7 +73,7 @@ class RouteOptions(TypedDict, total=False):
         must not wait for their turn (Adam).
     sequence_ids: integers, one per sequence, that stay with it whatever the batch: the key of the
         noise. None: the order in this call; ranks that see different sequences should then have
-        different seeds.
+        different seeds. Not so those of a process_group or sequence_group, whose noise differs.
     """
 
     backward: str

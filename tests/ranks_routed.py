@@ -80,8 +80,8 @@ def small_tau(head: str, entropy: bool) -> None:
     call["hidden"][::3] *= 3  # peaked
     e = torch.randn(20) if entropy else None
     want = exact_gradients(call, g, e)
-    for chunk_bytes in (None, SMALL):
-        got = on_ranks(call, g, e, route_tau=1e-10, chunk_bytes=chunk_bytes)
+    for how in ({}, {"chunk_bytes": SMALL}, {"route_weight_grad": "exact"}):
+        got = on_ranks(call, g, e, route_tau=1e-10, **how)
         assert max(errors(got, want).values()) < 2e-5
 
 
@@ -264,6 +264,19 @@ def not_a_number() -> None:
     got = on_ranks(call, g, None)
     assert got["hidden"].isnan().all()
     assert got["weight"].isnan().any(1).all()
+
+
+def shard_without_mass() -> None:
+    """Entries of -inf in all shards but the first: the others keep nothing."""
+    call, g = leaves(20, "bias"), torch.randn(20)
+    first = CUTS[2][1]
+    call["bias"][first:] = -torch.inf
+    call["targets"] %= first
+    want = exact_gradients(call, g, None)
+    for tau, error in ((TAU, 0.5), (1e-10, 2e-5)):
+        got = on_ranks(call, g, None, route_tau=tau)
+        assert max(errors(got, want).values()) < error
+        assert rank() == 0 or not got["weight"].any()
 
 
 def lone_nan_token() -> None:
@@ -462,6 +475,7 @@ for function in (
     ranks_have_noise_of_their_own,
     parts_have_noise_of_their_own,
     lone_nan_token,
+    shard_without_mass,
     nothing_counts,
     metrics_are_of_the_whole_vocabulary,
     another_seed,
