@@ -161,8 +161,8 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
-    head_backend = choose(backend, hidden, weight, _wants(routing, support))
-    compact = compaction(compact, head_backend.name, hidden.device)
+    head_backend = choose(backend, hidden, weight, _wants(support))
+    compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     index = positions(counted, compact)
@@ -417,8 +417,8 @@ def grpo_loss(
         "group_ids": group_ids,
     }
     given_reference = _given(reference)
-    head_backend = choose(backend, hidden, weight, _wants(routing, support, given_reference))
-    compact = compaction(compact, head_backend.name, hidden.device)
+    head_backend = choose(backend, hidden, weight, _wants(support, given_reference))
+    compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     if not compact:
         fixed_capacity(spec, tensors)
     batch = _batch(
@@ -588,13 +588,13 @@ def _split(options: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], dict[
     return mine, {k: v for k, v in options.items() if k not in mine}
 
 
-def _wants(
-    routing: Mapping[str, Any], support: Mapping[str, Any], reference: Mapping[str, Any] = {}
-) -> str | None:
+def _wants(support: Mapping[str, Any], reference: Mapping[str, Any] = {}) -> str | None:
     """What of a call only chunked torch can do."""
-    if routing.get("backward", "exact") != "exact":
-        return "routed backward"
     return "reference head" if reference else "sampling support" if support else None
+
+
+def _is_routed(options: Mapping[str, Any]) -> bool:
+    return options.get("backward", "exact") == "routed" and options.get("route_tau") != 0
 
 
 def _route(

@@ -1,0 +1,349 @@
+"""The routed backward by kernels: whole tiles of the vocabulary are kept, see `routed`.
+
+The forward stores no exponentials, only its sums of each (token, tile of 128 entries): the exact
+masses S of the tiles, once the token's sum is known. A pair stays with probability
+q = min(1, S / tau) and then counts 1 / q; the target's tile always stays. Once dL/dlogp is known
+the logits of the kept pairs are computed again, and grouped products give both gradients: 2NHV and
+6 x 128 H for each pair, instead of 6NHV.
+
+A pair is one tile of the statistics, not two: fewer products for the same error, and the smaller
+blocks still fill the tensor cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fused_grpo.chunked import empty_result
+from fused_grpo.memory import GPU_CHUNK_BYTES, plan_triton, slices
+from fused_grpo.passes import (
+    Coefficients,
+    HeadResult,
+    Needs,
+    Reference,
+    Tokens,
+    TokenValues,
+    Upstream,
+    select_rows,
+    with_gradients,
+)
+from fused_grpo.routed import Route
+from fused_grpo.tiles import Head
+from fused_grpo.triton_backend import (
+    Kinds,
+    Workspace,
+    add_gradients,
+    forward_chunk,
+    head_pass,
+    live_tokens,
+)
+from fused_grpo_kernels import pairs as kernels
+from fused_grpo_kernels import routed as selection
+from fused_grpo_kernels.registry import target_of
+from fused_grpo_kernels.types import Epilogue, RowStats
+
+# A pair's share of grouped products runs at about half the rate of a dense one (estimated), and
+# the exact path computes the logits of its tokens once more.
+_DENSE_SHARE = 0.25
+# Vocabulary entries and rows of torch's products, where it makes them: fixed, so that a token's
+# masses have the same bits in every chunk.
+_TILE, _ROWS, _INTERPRETED_ROWS = 4096, 128, 16
+
+
+def routed_pass(
+    tokens: Tokens,
+    head: Head,
+    needs: Needs,
+    coefficients: Coefficients | None,
+    chunk_bytes: int | None,
+    route: Route,
+    reference: Reference | None = None,
+) -> tuple[HeadResult, Pending]:
+    """`routed.routed_pass` by kernels. `HeadResult.routing` [n, 3] has of each token the entries of
+    its kept tiles (those of all where it takes the exact path), and the variance and the sum of
+    squares of its tiles' masses, each tile taken as one entry.
+
+    Matmul work: 2NHV and that of the pairs, 4NHV with an exact dW, for which `coefficients` must be
+    given.
+    """
+    assert reference is None
+    assert tokens.support is None
+    assert tokens.counted is None
+    n = tokens.index.numel()
+    result = empty_result(tokens, head, Needs(entropy=needs.entropy), None)
+    routing = result.routing = result.logps.new_zeros(n, 3)
+    state = Pending.empty(tokens, head, needs, route, chunk_bytes)
+    if n:
+        with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
+            _forward(state, result, routing, tokens, head, needs, coefficients)
+    if coefficients is None:
+        return result, state
+    upstream = Upstream(state.g, state.e if state.has_e else None)
+    return with_gradients(result, state.gradients(tokens, head, needs, result, upstream)), state
+
+
+def _forward(
+    state: Pending,
+    result: HeadResult,
+    routing: Tensor,
+    tokens: Tokens,
+    head: Head,
+    needs: Needs,
+    coefficients: Coefficients | None,
+) -> None:
+    n, route = tokens.index.numel(), state.route
+    exact = state.exact_weight
+    stored = Needs() if exact is None else needs
+    kinds = Kinds.of(tokens.hidden, head.weight, stored.any_grad)
+    device = tokens.hidden.device
+    rows = _INTERPRETED_ROWS if device.type == "cpu" else _ROWS
+    count = min(n + -n % rows, _chunk_tokens(state.chunk_bytes, head, kinds, rows, device))
+    tokens, keys = tokens.padded(n + -n % count), route.keys
+    keys = torch.cat([keys, keys.new_zeros(len(tokens.index) - n)])
+    work = Workspace.allocate(count, min(_TILE, head.weight.shape[0]), tokens, head, stored)
+    work.rows = rows
+    for span in slices(len(tokens.index), count):
+        chunk, values = forward_chunk(tokens, needs.entropy, span, work)
+        real = slice(span.start, min(span.stop, n))
+        here = torch.arange(span.start, span.stop, device=device) < n
+        values = select_rows(values, torch.arange(real.stop - real.start, device=device))
+        live, upstream = here, None
+        if coefficients is not None:
+            upstream = coefficients(real, values)
+            live = here & state.take(real, upstream, values, len(here))
+        tile, vocab = chunk.stats.tile, head.weight.shape[0]
+        kept, dense, numbers = selection.select(
+            chunk.stats,
+            chunk.per_row,
+            chunk.target,
+            keys[span],
+            live,
+            route.tau,
+            _DENSE_SHARE * chunk.stats.top.shape[0],
+            span.start,
+            state.run_pairs,
+        )
+        numbers[:, 0] = torch.where(dense, float(vocab), (numbers[:, 0] * tile).clamp(max=vocab))
+        routing[real] = numbers[: real.stop - real.start]
+        result.write(real, values)
+        state.append(real, kept, dense, chunk.per_row, chunk.epilogue, tile)
+        if exact is not None and upstream is not None:
+            add_gradients(chunk, _filled(upstream, len(here)), work, exact, compact=True)
+
+
+def _chunk_tokens(
+    chunk_bytes: int | None, head: Head, kinds: Kinds, rows: int, device: torch.device
+) -> int:
+    plan = plan_triton(
+        chunk_bytes,
+        *head.weight.shape,
+        kept=kinds.kept_bytes,
+        operand=kinds.operand.itemsize,
+        converts=kinds.converts,
+        on_gpu=device.type != "cpu",
+    )
+    return max(rows, plan.tokens - plan.tokens % rows)
+
+
+def _filled(upstream: Upstream, count: int) -> Upstream:
+    """With zeros for the rows that only fill a chunk."""
+
+    def fill(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.cat([x, x.new_zeros(count - len(x))])
+
+    g = fill(upstream.logps)
+    assert g is not None
+    return Upstream(g, fill(upstream.entropy))
+
+
+@dataclass
+class Pending:
+    """The kept pairs of all tokens, until dL/dlogp is known, and what their gradients need."""
+
+    route: Route
+    chunk_bytes: int | None
+    run_pairs: int  # pairs whose shares of dh are formed at a time
+    rows: RowStats  # of the tokens [n]
+    factor: Tensor  # [n], of `Epilogue`
+    dense: Tensor  # [n] tokens that take the exact path
+    g: Tensor  # [n] dL/dlogp and
+    e: Tensor  # [n] dL/dentropy, where they are known during the pass
+    exact_weight: HeadResult | None  # dW and db, where they are dense
+    parts: list[selection.Pairs]
+    tile: int = 0
+    has_e: bool = False
+
+    @staticmethod
+    def empty(
+        tokens: Tokens, head: Head, needs: Needs, route: Route, chunk_bytes: int | None
+    ) -> Pending:
+        n, width = tokens.index.numel(), head.weight.shape[1]
+        floats = torch.zeros(9, n, dtype=torch.float32, device=tokens.hidden.device)
+        rows = RowStats(*floats[:5], floats[5] if needs.entropy else None)
+        dense = torch.zeros(n, dtype=torch.bool, device=tokens.hidden.device)
+        exact = None
+        if route.exact_weight_grad and (needs.weight_grad or needs.bias_grad):
+            exact = empty_result(tokens, head, replace(needs, hidden_grad=False), None)
+            if exact.weight_grad is not None:
+                exact.weight_grad.zero_()
+        run = (chunk_bytes or GPU_CHUNK_BYTES) // 4 // (4 * width)
+        return Pending(route, chunk_bytes, run, rows, *floats[6:7], dense, *floats[7:], exact, [])
+
+    def take(self, span: slice, upstream: Upstream, values: TokenValues, count: int) -> Tensor:
+        """Notes dL/dlogp and dL/dentropy; [count] whether the tokens of the span send something
+        back."""
+        self.g[span] = upstream.logps
+        if upstream.entropy is not None:
+            self.e[span], self.has_e = upstream.entropy, True
+        live = live_tokens(upstream.logps, upstream.entropy, values.logps)
+        return torch.cat([live, live.new_zeros(count - len(live))])
+
+    def append(
+        self,
+        span: slice,
+        pairs: selection.Pairs,
+        dense: Tensor,
+        rows: RowStats,
+        epilogue: Epilogue,
+        tile: int,
+    ) -> None:
+        count = span.stop - span.start
+        for name, mine in vars(self.rows).items():
+            if mine is not None:
+                mine[span] = getattr(rows, name)[:count]
+        self.factor[span] = epilogue.factor[:count]
+        self.dense[span] = dense[:count]
+        self.parts.append(pairs)
+        self.tile = tile
+
+    def gradients(
+        self, tokens: Tokens, head: Head, needs: Needs, values: TokenValues, upstream: Upstream
+    ) -> HeadResult:
+        """From dL/dlogp and dL/dentropy [n] of all tokens; may be called again."""
+        if self.exact_weight is not None:
+            needs = replace(needs, weight_grad=False, bias_grad=False)
+        result = empty_result(tokens, head, replace(needs, weight_grad=False), None)
+        if tokens.index.numel():
+            with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
+                self._add_gradients(tokens, head, needs, upstream, result)
+        elif needs.weight_grad:
+            result.weight_grad = torch.zeros_like(head.weight)
+        if self.exact_weight is not None:
+            result.weight_grad = self.exact_weight.weight_grad
+            result.bias_grad = self.exact_weight.bias_grad
+        if result.weight_grad is not None:
+            result.weight_grad = result.weight_grad.to(head.weight.dtype)
+        if result.bias_grad is not None and head.bias is not None:
+            result.bias_grad = result.bias_grad.to(head.bias.dtype)
+        return result
+
+    def _add_gradients(
+        self, tokens: Tokens, head: Head, needs: Needs, upstream: Upstream, result: HeadResult
+    ) -> None:
+        g, e = upstream.logps.float().contiguous(), upstream.entropy
+        e = None if e is None else e.float().contiguous()
+        live = live_tokens(g, e, self.rows.logps)
+        if needs.any_grad:
+            self._routed(tokens, head, needs, g, e, live, result)
+        at = (live & self.dense).nonzero().squeeze(1)
+        if at.numel() == 0 or not needs.any_grad:
+            return
+
+        def of_dense(span: slice, _: TokenValues) -> Upstream:
+            return Upstream(g[at][span], None if e is None else e[at][span])
+
+        needs = replace(needs, entropy=e is not None)
+        exact = head_pass(tokens.select(at), head, needs, of_dense, self.chunk_bytes)
+        for name in ("hidden_grad", "weight_grad", "bias_grad"):
+            mine, more = getattr(result, name), getattr(exact, name)
+            if mine is not None and more is not None:
+                mine += more
+
+    def _routed(
+        self,
+        tokens: Tokens,
+        head: Head,
+        needs: Needs,
+        g: Tensor,
+        e: Tensor | None,
+        live: Tensor,
+        result: HeadResult,
+    ) -> None:
+        kinds = Kinds.of(tokens.hidden, head.weight, any_grad=True)
+        hidden, index = _states(tokens, kinds)
+        operands = kernels.Operands(hidden, head.weight, self.tile, kinds.grads)
+        token, tile, value, runs = self._pairs_of(live)
+        bias = None if head.bias is None else head.bias.float().contiguous()
+        inner = 1.0 if head.softcap is None else head.logit_scale / head.softcap
+        epilogue = Epilogue(bias, self.factor, inner, head.softcap is not None)
+        dz = torch.empty(len(token), self.tile, dtype=kinds.grads, device=token.device)
+        block = kernels.pair_block(target_of(token.device))
+        wants_bias, sums, tiles_of_sums = result.bias_grad is not None, [], []
+        start = 0
+        for m, first_token, count in runs:
+            if m == 0:
+                continue
+            run = slice(start, start + m)
+            items = kernels.Items.of(tile[run], start, operands.tiles, block)
+            of_tokens = (tokens.target, self.rows, epilogue, g, e)
+            more = kernels.pair_gradients(
+                operands, index, token, value, items, *of_tokens, dz, wants_bias
+            )
+            if more is not None:
+                sums.append(more)
+                tiles_of_sums.append(items.tile)
+            if result.hidden_grad is not None:
+                kernels.add_up_hidden(
+                    operands,
+                    dz,
+                    items,
+                    start,
+                    token[run],
+                    first_token,
+                    count,
+                    tokens.index,
+                    result.hidden_grad,
+                )
+            start += m
+        if result.bias_grad is not None and sums:
+            result.bias_grad += kernels.bias_gradient(
+                operands, torch.cat(sums), torch.cat(tiles_of_sums)
+            )
+        if not needs.weight_grad:
+            return
+        by_tile, order = tile.sort(stable=True)
+        bounds = kernels.tile_bounds(by_tile, operands.tiles)
+        same = tokens.hidden.dtype == head.weight.dtype and not bool(self.dense.any())
+        dtype = head.weight.dtype if same else torch.float32
+        result.weight_grad = torch.empty(head.weight.shape, dtype=dtype, device=dz.device)
+        at = index[token[order].long()]
+        kernels.weight_gradient(operands, dz, at, order, bounds, result.weight_grad)
+
+    def _pairs_of(
+        self, live: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
+        """(token, tile, value, runs) of the tokens that send something back."""
+        token, tile, value = (
+            torch.cat([getattr(part, name) for part in self.parts])
+            for name in ("token", "tile", "value")
+        )
+        runs = [run for part in self.parts for run in part.runs]
+        kept = live.index_select(0, token).nonzero().squeeze(1)
+        if len(kept) == len(token):
+            return token, tile, value, runs
+        ends = torch.tensor([m for m, _, _ in runs], device=token.device).cumsum(0)
+        counts = torch.searchsorted(kept, ends).diff(prepend=ends.new_zeros(1)).tolist()
+        runs = [(m, *rest) for m, (_, *rest) in zip(counts, runs, strict=True)]
+        return token[kept], tile[kept], value[kept], runs
+
+
+def _states(tokens: Tokens, kinds: Kinds) -> tuple[Tensor, Tensor]:
+    """(hidden states, positions [n] in their flattened leading dimensions) for the kernels."""
+    if tokens.hidden.dtype == kinds.operand and tokens.hidden.stride(-1) == 1:
+        return tokens.hidden, tokens.index
+    n = tokens.index.numel()
+    rows = tokens.rows(slice(0, n)).to(kinds.operand).contiguous()
+    return rows, torch.arange(n, device=rows.device)
