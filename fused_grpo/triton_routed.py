@@ -63,7 +63,7 @@ def routed_pass(
     reference: Reference | None = None,
 ) -> tuple[HeadResult, Pending]:
     """`routed.routed_pass` by kernels. `HeadResult.routing` [n, 3] has of each token the entries of
-    its kept tiles (those of all where it takes the exact path), and the variance and the sum of
+    its kept tiles (at most V - 1; V where it takes the exact path), and the variance and the sum of
     squares of its tiles' masses, each tile taken as one entry.
 
     Matmul work: 2NHV and that of the pairs, 4NHV with an exact dW, for which `coefficients` must be
@@ -101,7 +101,7 @@ def _forward(
     device = tokens.hidden.device
     rows = _INTERPRETED_ROWS if device.type == "cpu" else _ROWS
     count = min(n + -n % rows, _chunk_tokens(state.chunk_bytes, head, kinds, rows, device))
-    tokens, keys = tokens.padded(n + -n % count), route.keys
+    tokens, keys = tokens.padded(n + -n % rows), route.keys
     keys = torch.cat([keys, keys.new_zeros(len(tokens.index) - n)])
     work = Workspace.allocate(count, min(_TILE, head.weight.shape[0]), tokens, head, stored)
     work.rows = rows
@@ -126,7 +126,8 @@ def _forward(
             span.start,
             state.run_pairs,
         )
-        numbers[:, 0] = torch.where(dense, float(vocab), (numbers[:, 0] * tile).clamp(max=vocab))
+        entries = (numbers[:, 0] * tile).clamp(max=vocab - 1)
+        numbers[:, 0] = torch.where(dense, float(vocab), entries)
         routing[real] = numbers[: real.stop - real.start]
         result.write(real, values)
         state.append(real, kept, dense, chunk.per_row, chunk.epilogue, tile)
@@ -182,7 +183,10 @@ class Pending:
     ) -> Pending:
         n, width = tokens.index.numel(), head.weight.shape[1]
         floats = torch.zeros(9, n, dtype=torch.float32, device=tokens.hidden.device)
-        rows = RowStats(*floats[:5], floats[5] if needs.entropy else None)
+        logps, one_minus_p, largest, shift, z_target, entropy, factor, g, e = floats.unbind()
+        rows = RowStats(
+            logps, one_minus_p, largest, shift, z_target, entropy if needs.entropy else None
+        )
         dense = torch.zeros(n, dtype=torch.bool, device=tokens.hidden.device)
         exact = None
         if route.exact_weight_grad and (needs.weight_grad or needs.bias_grad):
@@ -190,7 +194,7 @@ class Pending:
             if exact.weight_grad is not None:
                 exact.weight_grad.zero_()
         run = (chunk_bytes or GPU_CHUNK_BYTES) // 4 // (4 * width)
-        return Pending(route, chunk_bytes, run, rows, *floats[6:7], dense, *floats[7:], exact, [])
+        return Pending(route, chunk_bytes, run, rows, factor, dense, g, e, exact, [])
 
     def take(self, span: slice, upstream: Upstream, values: TokenValues, count: int) -> Tensor:
         """Notes dL/dlogp and dL/dentropy; [count] whether the tokens of the span send something
@@ -322,9 +326,7 @@ class Pending:
         at = index[token[order].long()]
         kernels.weight_gradient(operands, dz, at, order, bounds, result.weight_grad)
 
-    def _pairs_of(
-        self, live: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
+    def _pairs_of(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
         """(token, tile, value, runs) of the tokens that send something back."""
         token, tile, value = (
             torch.cat([getattr(part, name) for part in self.parts])

@@ -325,14 +325,14 @@ class Operands:
         }
 
 
-def config_of(name: str, target: Target, wide: bool) -> Config:
-    """Of the products; `wide`: in fp32."""
+def config_of(name: str, target: Target, wide: bool, precision: str = "ieee") -> Config:
+    """Of a kernel; `wide`: its product is one of fp32 operands, in this precision."""
     if target.backend == "interpreter":
         blocks = {
-            "pair": {"BM": 16, "BK": 64},
-            "share": {"BM": 16, "BH": 64, "BV": 32},
-            "sum": {"BM": 16, "BH": 64},
-            "weight": {"BP": 16, "BH": 64},
+            "pair": {"BM": 32, "BK": 64},
+            "share": {"BM": 32, "BH": 64, "BV": 32},
+            "sum": {"BM": 32, "BH": 64},
+            "weight": {"BP": 32, "BH": 64},
             "bias": {"BP": 16},
         }
         return Config(blocks[name], 1, 1)
@@ -343,9 +343,9 @@ def config_of(name: str, target: Target, wide: bool) -> Config:
     stages = 2 if target.backend == "hip" else 3
     if wide:
         blocks = {
-            "pair": {"BM": 64, "BK": 32},
+            "pair": {"BM": 64, "BK": 16},
             "share": {"BM": 64, "BH": 64, "BV": 32},
-            "weight": {"BP": 32, "BH": 64},
+            "weight": {"BP": 16, "BH": 32} if precision == "ieee" else {"BP": 32, "BH": 64},
         }
         return Config(blocks[name], 8, 2)
     blocks = {
@@ -452,7 +452,7 @@ def add_up_hidden(
     vocab, width = weight.shape
     target = target_of(weight.device)
     switches = operands.switches(target)
-    config = config_of("share", target, switches["WIDE"])
+    config = config_of("share", target, switches["WIDE"], switches["PRECISION"])
     shares = torch.empty((m, width), dtype=torch.float32, device=weight.device)
     by_token, order = token.sort(stable=True)
     every = torch.arange(first_token, first_token + tokens + 1, device=weight.device)
@@ -498,7 +498,7 @@ def weight_gradient(
     """
     target = target_of(dz.device)
     switches = operands.switches(target)
-    config = config_of("weight", target, switches["WIDE"])
+    config = config_of("weight", target, switches["WIDE"], switches["PRECISION"])
     vocab, width = operands.weight.shape
     length, stride_s, stride_t = operands.places
     with on_device_of(dz):
@@ -576,7 +576,7 @@ def _case(
     switches: dict[str, Any],
     absent: tuple[str, ...] = (),
 ) -> KernelCase:
-    config = config_of(name, target, switches["WIDE"])
+    config = config_of(name, target, switches["WIDE"], switches["PRECISION"])
     constants = {**config.constexprs, **switches, "TILE": 128, "stride_k": 1}
     constants = {k: v for k, v in constants.items() if k in fn.arg_names} | dict.fromkeys(absent)
     used = {k: DTYPE_NAMES[x] for k, x in dtypes.items() if k in fn.arg_names}

@@ -45,7 +45,7 @@ def tile_masses(top, mass, largest, shift, j, rows, n, tiles):
 
 @triton.jit
 def chances(s, j, own, tau):
-    """The probabilities q of tiles j with masses s [BJ, BM]; 1 for a token's own tile, NaN stays."""
+    """The probabilities q of tiles j with masses s [BJ, BM]: NaN for NaN, 1 for a token's own."""
     return tl.where((s >= tau) | (j[:, None] == own[None, :]), 1.0, s / tau)
 
 
