@@ -647,6 +647,25 @@ def test_nothing_counts():
         assert not grad.any()
 
 
+@pytest.mark.parametrize("counts", [[0, 5, 0, 8, 1], [16], [0, 0, 0], [1] * 9, [7, 9, 8]], ids=str)
+def test_blocks_of_pairs_hold_each_pair_once(counts):
+    tile = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()
+    items = pair_kernels.Items.of(tile, 100, len(counts), 8)
+    seen = []
+    for j, first, last in zip(items.tile, items.first, items.last, strict=True):
+        pairs = range(int(first), min(int(first) + 8, int(last)))
+        assert all(int(tile[p - 100]) == int(j) for p in pairs)
+        seen += pairs
+    assert seen == list(range(100, 100 + len(tile)))
+
+
+def test_runs_hold_as_many_blocks_as_fit():
+    ends = [3, 3, 9, 10, 30, 31]
+    runs = list(selection._runs(ends, 7))
+    assert runs == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert list(selection._runs(ends, 100)) == [(0, 6)]
+
+
 # --- what it cannot do ---------------------------------------------------------------------------
 
 
