@@ -640,6 +640,14 @@ def test_not_a_number_stays_with_its_token():
     assert int(bad.sum()) == 1
 
 
+@pytest.mark.usefixtures("nothing_dense")
+@pytest.mark.parametrize("options", [{}, {"route_weight_grad": "exact"}], ids=str)
+def test_nothing_sends_anything_back(options):
+    for grad in run(make_case(bias=True), torch.zeros(21), **options):
+        assert grad is not None
+        assert not grad.any()
+
+
 def test_nothing_counts():
     case = replace(make_case(), target=torch.full((3, 7), -100))
     for grad in run(case, torch.ones(21))[:2]:
