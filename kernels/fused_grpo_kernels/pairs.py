@@ -534,6 +534,8 @@ def bias_gradient(operands: Operands, sums: Tensor, tile: Tensor) -> Tensor:
 
 # --- the static gate -----------------------------------------------------------------------------
 
+_DIVISIBLE = ("hidden", "weight", "dz", "out", "shares", "sums", "width")
+_DIVISIBLE += ("stride_s", "stride_t", "stride_w")
 _SIZES = ("length", "vocab", "width", "stride_s", "stride_t", "stride_w", "first_token", "n")
 _FLOATS = ("bias", "value", "g", "e", "logps", "one_minus_p", "largest", "shift", "entropy")
 _KINDS = (
@@ -554,7 +556,7 @@ def cases(target: Target) -> Iterator[KernelCase]:
         of = {"hidden": hidden, "weight": weight, "dz": grads}
         like = Operands(torch.empty(1, 1, dtype=hidden), torch.empty(1, 1, dtype=weight), 1, grads)
         switches = like.switches(target)
-        product = {**switches, "WIDE": hidden == fp32, "PRECISION": "ieee", "ENTROPY": False}
+        product = {**switches, "WIDE": hidden == fp32, "PRECISION": "ieee"}
         for cap in (False, True):
             flags = {**product, "CAP": cap, "ENTROPY": cap}
             absent = () if cap else ("bias", "e", "entropy", "bias_out")
@@ -582,8 +584,10 @@ def _case(
     used = {k: DTYPE_NAMES[x] for k, x in dtypes.items() if k in fn.arg_names}
     kinds = _KINDS | {k: f"*{x}" for k, x in used.items()}
     inputs = ",".join(x for k, x in used.items() if k != "out")
-    options = "+".join(k.lower() for k in ("CAP", "ENTROPY") if switches.get(k))
+    tf32 = switches["PRECISION"] == "tf32"
     multiplies = name in ("pair", "share", "weight")
+    flags = {"bias+cap+entropy": switches.get("CAP"), "tf32": multiplies and tf32}
+    options = "+".join(flag for flag, on in flags.items() if on)
     return KernelCase(
         name=f"routed_{name}[{inputs}->{used['out']}]({options})",
         fn=fn,
@@ -592,9 +596,6 @@ def _case(
         constexprs=constants,
         config=config,
         dtype=next(iter(used.values())),
-        needs_mma=multiplies and (not switches["WIDE"] or switches["PRECISION"] == "tf32"),
-        divisible=(
-            *("hidden", "weight", "dz", "out", "shares", "sums", "width"),
-            *("stride_s", "stride_t", "stride_w"),
-        ),
+        needs_mma=multiplies and (tf32 or not switches["WIDE"]),
+        divisible=tuple(k for k in _DIVISIBLE if k in fn.arg_names),
     )
