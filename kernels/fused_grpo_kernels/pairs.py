@@ -534,8 +534,10 @@ def bias_gradient(operands: Operands, sums: Tensor, tile: Tensor) -> Tensor:
 
 # --- the static gate -----------------------------------------------------------------------------
 
-_DIVISIBLE = ("hidden", "weight", "dz", "out", "shares", "sums", "width")
-_DIVISIBLE += ("stride_s", "stride_t", "stride_w")
+_DIVISIBLE = (
+    *("hidden", "weight", "dz", "out", "shares", "sums"),
+    *("width", "stride_s", "stride_t", "stride_w"),
+)
 _SIZES = ("length", "vocab", "width", "stride_s", "stride_t", "stride_w", "first_token", "n")
 _FLOATS = ("bias", "value", "g", "e", "logps", "one_minus_p", "largest", "shift", "entropy")
 _KINDS = (
