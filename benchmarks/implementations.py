@@ -247,7 +247,7 @@ def liger_logprobs(feed: Feed) -> Tensor:
 # --- ours ----------------------------------------------------------------------------------------
 
 
-def fused_grpo(feed: Feed) -> tuple[Tensor, Tensor]:
+def fused_grpo(feed: Feed, **options: Any) -> tuple[Tensor, Tensor]:
     from fused_grpo import grpo_loss
 
     case = feed.case
@@ -265,16 +265,22 @@ def fused_grpo(feed: Feed) -> tuple[Tensor, Tensor]:
         epsilon_low=case.epsilon,
         beta=case.beta,
         temperature=case.temperature,
+        **options,
     )
     out.loss.backward()
     return out.loss.detach(), out.per_token_logps
 
 
-OURS = "fused-grpo"
+def fused_grpo_routed(feed: Feed) -> tuple[Tensor, Tensor]:
+    return fused_grpo(feed, backward="routed", route_seed=0)
+
+
+OURS, ROUTED = "fused-grpo", "fused-grpo, routed"
 
 IMPLEMENTATIONS = (
     Implementation(OURS, "padded", fused_grpo, ours=True),
     Implementation("fused-grpo, packed", "counted", fused_grpo, ours=True),
+    Implementation(ROUTED, "padded", fused_grpo_routed, ours=True, note="sparse gradients"),
     Implementation(
         "eager", "padded", from_logprobs(eager_log_softmax), note="log_softmax, as users run it"
     ),

@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.implementations import ROUTED
 from benchmarks.measure import Timing
 
 # Our time over the fastest other implementation's, by layout and dtype.
@@ -17,6 +18,15 @@ TARGETS = {
     ("counted", "fp32"): 0.90,
     ("counted", "bf16"): 0.80,
 }
+# The same of routed gradients; and over the product of the logits alone and over exact ones, fp32.
+ROUTED_TARGETS = {
+    ("padded", "fp32"): 0.27,
+    ("padded", "bf16"): 0.35,
+    ("counted", "fp32"): 0.35,
+    ("counted", "bf16"): 0.45,
+}
+ROUTED_OVER_PRODUCT, ROUTED_OVER_EXACT = 1.25, 0.45
+ROUTED_ERROR = 0.005
 
 
 def write(results: dict[str, Any], folder: Path, what: str) -> list[Path]:
@@ -79,9 +89,11 @@ def _row(item: dict[str, Any]) -> str:
     )
 
 
-def verdict(case: dict[str, Any], layout: str, extras: bool) -> dict[str, Any] | None:
+def verdict(
+    case: dict[str, Any], layout: str, extras: bool, routed: bool = False
+) -> dict[str, Any] | None:
     """Our time (on the padded batch) over that of the fastest other implementation of a layout,
-    with or without the extra ways to speed up eager code."""
+    with or without the extra ways to speed up eager code; `routed`: that of routed gradients."""
     rows = case["implementations"]
     others = [r for r in rows if r["layout"] == layout and not r["ours"]]
     others = [r for r in others if extras or not r["extra"]]
@@ -89,6 +101,12 @@ def verdict(case: dict[str, Any], layout: str, extras: bool) -> dict[str, Any] |
         return None
     fastest = max(others, key=lambda r: r["ours_over_it"]["median"])
     ratio, target = fastest["ours_over_it"]["median"], TARGETS.get((layout, case["dtype"]))
+    if routed:
+        item = routed_item(case)
+        if item is None:
+            return None
+        ratio /= item["ours_over_it"]["median"]
+        target = ROUTED_TARGETS.get((layout, case["dtype"]))
     return {
         "layout": layout,
         "extras": extras,
@@ -99,14 +117,40 @@ def verdict(case: dict[str, Any], layout: str, extras: bool) -> dict[str, Any] |
     }
 
 
+def routed_item(case: dict[str, Any]) -> dict[str, Any] | None:
+    return next((r for r in case["implementations"] if r["name"] == ROUTED), None)
+
+
 def _verdicts(case: dict[str, Any]) -> list[str]:
     lines = []
-    for layout, fed in (("padded", "the padded batch"), ("counted", "only the counted tokens")):
-        for extras, whom in ((False, "eager, TRL, Liger and torch"), (True, "all others")):
-            if found := verdict(case, layout, extras):
-                lines.append(
-                    f"- fed {fed}, ours over the fastest of {whom}: {_outcome(case, found)}"
-                )
+    for routed, ours in ((False, "ours"), (True, "routed")):
+        for layout, fed in (("padded", "the padded batch"), ("counted", "only the counted tokens")):
+            for extras, whom in ((False, "eager, TRL, Liger and torch"), (True, "all others")):
+                if found := verdict(case, layout, extras, routed):
+                    outcome = _outcome(case, found)
+                    lines.append(f"- fed {fed}, {ours} over the fastest of {whom}: {outcome}")
+    return lines + _routed_verdicts(case)
+
+
+def _routed_verdicts(case: dict[str, Any]) -> list[str]:
+    """Of routed gradients: time over the logits' product and over exact gradients, and error."""
+    item = routed_item(case)
+    if item is None:
+        return []
+    over_exact = 1 / item["ours_over_it"]["median"]
+    over_product = item["median_s"] / case["gemm_s"]
+    error = max(item["errors"]["dhidden"], item["errors"]["dweight"])
+    lines = [
+        f"- routed over exact: {over_exact:.2f}",
+        f"- routed over the product: {over_product:.2f}",
+    ]
+    lines.append(f"- routed, larger error of dh and dW: {error:.2%}")
+    targets = [ROUTED_OVER_EXACT, ROUTED_OVER_PRODUCT, ROUTED_ERROR]
+    found = [over_exact, over_product, error]
+    for i, (value, target) in enumerate(zip(found, targets, strict=True)):
+        if case["targets_apply"] and (case["dtype"] == "fp32" or i == 2):
+            bound = f"{target:.1%}" if i == 2 else f"{target:.2f}"
+            lines[i] += f", target {bound}: {'holds' if value <= target else 'MISSED'}"
     return lines
 
 

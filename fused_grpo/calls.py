@@ -17,6 +17,7 @@ from fused_grpo.routed import Route
 from fused_grpo.support import make_support
 
 SAME = "same"
+ADAPTER = "adapter on the head (lora_weight)"
 
 
 def make_call(
@@ -154,21 +155,38 @@ def counted_positions(mask: Tensor | None, hidden: Tensor) -> Tensor:
     return (flat != 0).nonzero().squeeze(1)
 
 
+def joined(
+    hidden: Tensor, weight: Tensor, lora_hidden: Tensor | None, lora_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A head without adapter that has the same logits: both products as one, for full logits."""
+    if lora_hidden is None or lora_weight is None:
+        return hidden, weight
+    return torch.cat([hidden, lora_hidden], -1), torch.cat([weight, lora_weight], -1)
+
+
 def _two_or_three(hidden: Tensor) -> Tensor:
     return hidden if hidden.dim() in (2, 3) else hidden.reshape(-1, hidden.shape[-1])
 
 
 def token_values(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: HeadCall,
+    entropy: bool,
+    lora_hidden: Tensor | None = None,
+    lora_weight: Tensor | None = None,
 ) -> TokenValues:
     """[n] values of the counted tokens; log-probabilities, entropies and KL are differentiable."""
     hidden = _two_or_three(hidden)
+    lora_hidden = None if lora_hidden is None else _two_or_three(lora_hidden)
+    leaves = (hidden, weight, bias, lora_hidden, lora_weight)
     if torch.is_grad_enabled():
         reference = call.reference_tensors
         logps, h, kl, ref, size, outside = LogprobsFunction.apply(
-            hidden, weight, bias, call, entropy, *reference
+            *leaves, call, entropy, *reference
         )
         return TokenValues(logps, h, ref, kl, size, outside)
-    tokens, head = call.bind(hidden, weight, bias)
+    tokens, head = call.bind(*leaves)
     needs = Needs(entropy=entropy)
     return call.head_pass(tokens, head, needs, None, call.bind_reference())

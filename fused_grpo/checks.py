@@ -90,6 +90,32 @@ def check_head(
         check_number("chunk_bytes", chunk_bytes, lambda b: b >= 1, ">= 1, or None")
 
 
+def check_lora(
+    hidden: Tensor, weight: Tensor, lora_hidden: Tensor | None, lora_weight: Tensor | None
+) -> None:
+    """lora_hidden [..., r] and lora_weight [V, r] come together, and fit hidden and weight."""
+    if lora_hidden is None and lora_weight is None:
+        return
+    if lora_hidden is None or lora_weight is None:
+        given, missing = ("weight", "hidden") if lora_hidden is None else ("hidden", "weight")
+        raise ValueError(f"lora_{given} needs lora_{missing}: the adapter adds their product")
+    for name, value in (("lora_hidden", lora_hidden), ("lora_weight", lora_weight)):
+        check_tensor(name, value, hidden.device, floating=True)
+        if type(value).__name__ == "DTensor":
+            raise ValueError(f"{name} must be a plain tensor, not a DTensor")
+    if lora_weight.dim() != 2 or lora_weight.shape[0] != weight.shape[0] or not lora_weight.numel():
+        raise ValueError(
+            f"lora_weight must be [V, r] with the vocabulary of weight {list(weight.shape)} and "
+            f"r >= 1, not {list(lora_weight.shape)}"
+        )
+    if lora_hidden.shape != (*hidden.shape[:-1], lora_weight.shape[1]):
+        raise ValueError(
+            f"lora_hidden has shape {list(lora_hidden.shape)}: with hidden {list(hidden.shape)} "
+            f"and lora_weight {list(lora_weight.shape)} it must be "
+            f"{[*hidden.shape[:-1], lora_weight.shape[1]]}"
+        )
+
+
 def check_targets(
     name: str,
     target: Tensor,

@@ -27,8 +27,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fused_grpo import rounded
 from fused_grpo.divergence import ReferenceTiles
+from fused_grpo.exponentials import applies, exponentials
 from fused_grpo.gradients import Chunk, add_gradients
 from fused_grpo.memory import slices
 from fused_grpo.passes import (
@@ -42,11 +42,16 @@ from fused_grpo.passes import (
 from fused_grpo.tiles import (
     Head,
     LogitTiles,
+    TileSums,
+    add_up_groups,
     compute_dtype,
+    one_softmax,
     row_statistics,
     tile_softmax,
 )
 from fused_grpo.workspace import Workspace, plan_pass
+
+_REDONE = 32  # rows at a time that `exponentials` leaves: their tiles need memory of their own
 
 
 def head_pass(
@@ -83,6 +88,8 @@ def head_pass(
         result.weight_grad = result.weight_grad.to(head.weight.dtype)
     if result.bias_grad is not None and head.bias is not None:
         result.bias_grad = result.bias_grad.to(head.bias.dtype)
+    if result.lora_weight_grad is not None and head.lora_weight is not None:
+        result.lora_weight_grad = result.lora_weight_grad.to(head.lora_weight.dtype)
     return result
 
 
@@ -111,6 +118,10 @@ def empty_result(
         # written by the first chunk that has a share in it
         weight_grad=torch.empty_like(head.weight, dtype=dtype) if needs.weight_grad else None,
         bias_grad=zeros(head.bias, needs.bias_grad, dtype),
+        lora_hidden_grad=None
+        if tokens.lora_hidden is None
+        else zeros(tokens.lora_hidden, needs.lora_hidden_grad, tokens.lora_hidden.dtype),
+        lora_weight_grad=zeros(head.lora_weight, needs.lora_weight_grad, dtype),
     )
 
 
@@ -123,25 +134,26 @@ def forward_chunk(
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
     """A chunk up to its values; fills the buffers of `work`."""
-    rows, target = tokens.rows(span), tokens.target[span]
+    rows, target, lora_rows = tokens.rows(span), tokens.target[span], tokens.lora_rows(span)
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     work = work.rows(len(rows))
-    exps, groups = work.exps, work.groups
+    logits = LogitTiles(rows, temperature, head, work.weight_tile, lora_rows)
     beside = None if reference is None else _reference_tiles(reference, span, work)
-    sums = within = None
     plain = tokens.support is None and beside is None
-    if plain and rounded.applies(rows, head, tokens.temperature, needs.entropy):
-        sums = rounded.exponentials(rows, target, head.weight, work.tile, exps, groups)
-    if sums is None:
+    within = None
+    if plain and applies(rows, head, tokens.temperature, needs.entropy):
+        sums = _exponentials(logits, rows, target, work)
+    else:
+        support = None if tokens.support is None else tokens.support[span]
         sums, within = tile_softmax(
-            LogitTiles(rows, temperature, head, work.weight_tile),
+            logits,
             target,
             work.tile,
-            exps,
+            work.exps,
             needs.entropy,
-            None if tokens.support is None else tokens.support[span],
+            support,
             beside,
-            groups,
+            work.groups,
             work.logits,
         )
     stats = row_statistics(sums)
@@ -154,9 +166,45 @@ def forward_chunk(
         values.ref_logps, divergence = beside.finish(sums, stats)
         values.kl = None if divergence is None else divergence.kl
     chunk = Chunk(
-        rows, tokens.index[span], target, temperature, sums, stats, divergence, exps, work.deltas
+        rows,
+        tokens.index[span],
+        target,
+        temperature,
+        sums,
+        stats,
+        divergence,
+        work.exps,
+        work.deltas,
+        lora_rows,
     )
     return chunk, values
+
+
+def _exponentials(logits: LogitTiles, rows: Tensor, target: Tensor, work: Workspace) -> TileSums:
+    """`exponentials`, with the rows that are out of its range computed by `tile_softmax`."""
+    tile, exps = work.tile, work.exps
+    sums, groups, bad = exponentials(logits, rows, target, tile, exps)
+    if bool(bad.all()):
+        return tile_softmax(logits, target, tile, exps, False, groups=work.groups)[0]
+    if work.groups is not None:
+        work.groups.copy_(groups)
+    for some in bad.nonzero().squeeze(1).split(_REDONE):
+        buffers = None
+        if exps is not None:
+            buffers = [logits.x.new_zeros(len(some), q.shape[1]) for q in exps]
+        of_tiles, _ = tile_softmax(logits.select(some), target[some], tile, buffers, False)
+        merged, shares = one_softmax(of_tiles)
+        for name in ("top", "mass", "q_top", "z_target"):
+            getattr(sums, name)[some] = getattr(merged, name)
+        for j, q in enumerate(buffers or ()):
+            q.mul_(shares[:, j, None])
+            assert exps is not None
+            exps[j][some] = q.to(exps[j].dtype)
+            if work.groups is not None:
+                add_up_groups(q, j * tile, groups[: len(some)])
+        if work.groups is not None:
+            work.groups[some] = groups[: len(some)]
+    return sums
 
 
 def _reference_tiles(reference: Reference, span: slice, work: Workspace) -> ReferenceTiles:

@@ -34,13 +34,21 @@ _LOSS_TENSORS = (
     "ref_bias",
     "ref_temperature",
     *_SUPPORT_TENSORS,
+    "sequence_ids",
     "cu_seqlens",
     "temperature",
     "num_items_in_batch",
     "num_sequences",
 )
-_LOGPROBS_TENSORS = ("temperature", *_SUPPORT_TENSORS)
+_LOGPROBS_TENSORS = ("temperature", *_SUPPORT_TENSORS, "sequence_ids")
+_LORA = ("lora_hidden", "lora_weight")
 _NONE = (0,)  # the shape of a result that was not asked for
+
+
+def _refuse(call: str, given: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in given:
+            raise ValueError(f"{name} is given, which {call} does not take under torch.compile")
 
 
 def _split(options: dict[str, Any], names: tuple[str, ...]) -> tuple[list[Tensor | None], str]:
@@ -75,6 +83,8 @@ def _metric_names(options: dict[str, Any], formed: bool) -> list[str]:
     if any(name in options for name in SupportOptions.__annotations__):
         names += ["support/size", "support/target_outside"]
     names += ["entropy"] if _has_entropy(options) else []
+    if formed and options.get("backward") == "routed" and options.get("route_tau") != 0:
+        names += ["route/kept_per_token", "route/dense_fraction", "route/relative_noise"]
     return sorted([*names, "zero_coefficient_fraction"] if formed else names)
 
 
@@ -269,9 +279,8 @@ def loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
     """`grpo_loss` under the compiler: (loss, per-token losses, logps, entropy, metrics)."""
     given = {name: x for name, x in options.items() if x is not None}
-    for name in ("sampling_per_token_logps", "sampling_correction", "rejection"):
-        if name in given:
-            raise ValueError(f"{name} is given, which grpo_loss does not take under torch.compile")
+    _refuse("grpo_loss", given, "sampling_per_token_logps", "sampling_correction", "rejection")
+    _refuse("grpo_loss", given, *_LORA)
     tensors, lines = _split(given, _LOSS_TENSORS)
     apart = options["reduction"] != "none"
     formed = apart and torch.is_grad_enabled()
@@ -387,6 +396,8 @@ def logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_logprobs` under the compiler: (logps, entropy)."""
+    options = {name: x for name, x in options.items() if x is not None}
+    _refuse("linear_logprobs", options, *_LORA)
     tensors, lines = _split(options, _LOGPROBS_TENSORS)
     needs = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     logps, entropy = _logprobs(hidden, weight, bias, targets, tensors, lines, needs)

@@ -48,6 +48,7 @@ class Chunk:
     divergence: Divergence | None
     exps: list[Tensor] | None  # the softmaxes of the tiles
     deltas: Tensor | None  # [c, V], see `ReferenceTiles`
+    lora_rows: Tensor | None = None  # [c, r]
 
     def select(self, kept: Tensor) -> Chunk:
         """The tokens at `kept`, which ascends; the large arrays are moved within their memory."""
@@ -169,12 +170,15 @@ def _accumulate(
     dh = torch.zeros_like(x) if result.hidden_grad is not None else None
     one_softmax = shares.scale.shape[1] == 1  # of all tiles
     scaled: Tensor | None = None
+    lora = _LoraGradients.of(chunk, head, result)
     for j, v in enumerate(slices(weight.shape[0], tile)):
         dz, scale = exps[j][:, : v.stop - v.start], shares.scale[:, 0 if one_softmax else j, None]
         if shares.a is not None:
             dz = _dlogits(chunk, shares, j, v, head)
         if result.bias_grad is not None:
             result.bias_grad[v] += dz.T.to(dtype) @ scale[:, 0]
+        if lora is not None:
+            lora.add_tile(dz.to(dtype), scale, v)
         dz = dz.to(product)
         if dh is not None:
             w = weight[v] if weight.dtype == product else weight_tile(v)
@@ -193,6 +197,42 @@ def _accumulate(
         add_rows(result.weight_grad, target, x * at_target)
     if result.bias_grad is not None:
         add_rows(result.bias_grad, target, shares.target)
+    if lora is not None:
+        lora.finish(chunk, at_target)
+
+
+@dataclass
+class _LoraGradients:
+    """Those of an adapter, whose products are too narrow for anything but the logits' dtype: few
+    columns become matrix-vector products, which sum bf16 operands in bf16."""
+
+    u: Tensor  # [c, r]
+    weight: Tensor  # [V, r]
+    rows: Tensor | None  # [c, r] the gradient of u, growing
+    result: HeadResult
+
+    @staticmethod
+    def of(chunk: Chunk, head: Head, result: HeadResult) -> _LoraGradients | None:
+        wanted = (result.lora_hidden_grad, result.lora_weight_grad)
+        if chunk.lora_rows is None or head.lora_weight is None or wanted == (None, None):
+            return None
+        u = chunk.lora_rows.to(compute_dtype(chunk.rows, head.weight))
+        rows = None if result.lora_hidden_grad is None else torch.zeros_like(u)
+        return _LoraGradients(u, head.lora_weight, rows, result)
+
+    def add_tile(self, dz: Tensor, scale: Tensor, v: slice) -> None:
+        if self.rows is not None:
+            self.rows += (dz @ self.weight[v].to(dz.dtype)).mul_(scale)
+        if self.result.lora_weight_grad is not None:
+            self.result.lora_weight_grad[v].addmm_(dz.T, self.u * scale)
+
+    def finish(self, chunk: Chunk, at_target: Tensor) -> None:
+        if self.rows is not None and self.result.lora_hidden_grad is not None:
+            self.rows.addcmul_(self.weight[chunk.target].to(self.rows.dtype), at_target)
+            flat = self.result.lora_hidden_grad.view(-1, self.u.shape[1])
+            flat[chunk.index] = self.rows.to(flat.dtype)
+        if self.result.lora_weight_grad is not None:
+            add_rows(self.result.lora_weight_grad, chunk.target, self.u * at_target)
 
 
 def _dlogits(chunk: Chunk, shares: Shares, j: int, v: slice, head: Head) -> Tensor:

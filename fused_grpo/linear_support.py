@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.calls import counted_positions, make_call
-from fused_grpo.checks import check_head
+from fused_grpo.checks import check_head, check_lora
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES, slices
 from fused_grpo.passes import Needs
 from fused_grpo.tiles import LogitTiles
@@ -23,6 +23,8 @@ def linear_support(
     min_p: float | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    lora_hidden: Tensor | None = None,
+    lora_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -38,8 +40,8 @@ def linear_support(
         hidden: [..., H]; weight: [V, H]; bias: [V].
         top_k, top_p, min_p: at least one of them.
         mask: [...] boolean or 0/1: elsewhere all ids are -1.
-        temperature, logit_scale, softcap, check_inputs, chunk_bytes: as in `linear_logprobs`; the
-            result is not part of the budget.
+        lora_hidden, lora_weight, temperature, logit_scale, softcap, check_inputs, chunk_bytes: as
+            in `linear_logprobs`; the result is not part of the budget.
 
     Returns:
         [..., K] int64, ascending, padded with -1; K is the size of the largest support, which for
@@ -49,6 +51,7 @@ def linear_support(
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
+    check_lora(hidden, weight, lora_hidden, lora_weight)
     if top_k is None and top_p is None and min_p is None:
         raise ValueError("give at least one of top_k, top_p and min_p: there is nothing to keep")
     lead = hidden.shape[:-1]
@@ -67,7 +70,11 @@ def linear_support(
         check=check_inputs,
         support={"support_top_k": top_k, "support_top_p": top_p, "support_min_p": min_p},
     )
-    tokens, head = call.bind(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    flat, lora_flat = (
+        None if x is None else x.reshape(-1, x.shape[-1]) for x in (hidden, lora_hidden)
+    )
+    assert flat is not None
+    tokens, head = call.bind(flat, weight, bias, lora_flat, lora_weight)
     plan = plan_pass(tokens, head, Needs(), chunk_bytes)
     work = Workspace.allocate(plan, tokens, head, Needs(), None)
     found = []
@@ -78,7 +85,8 @@ def linear_support(
             assert tokens.support is not None
             z = work.logits[: rows.shape[0]]
             temperatures = tokens.temperatures(span, z.dtype)
-            logits = LogitTiles(rows, temperatures, head, work.weight_tile)
+            lora_rows = tokens.lora_rows(span)
+            logits = LogitTiles(rows, temperatures, head, work.weight_tile, lora_rows)
             for v in slices(weight.shape[0], plan.tile):
                 z[:, v] = logits(v)
             cutoff = tokens.support[span].cutoff(z)

@@ -14,8 +14,8 @@ from typing_extensions import Unpack
 from fused_grpo import compiled, routed
 from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch, positions
-from fused_grpo.calls import SAME, make_call, token_values
-from fused_grpo.checks import check_choice, check_head, check_tensor
+from fused_grpo.calls import ADAPTER, SAME, joined, make_call, token_values
+from fused_grpo.checks import check_choice, check_head, check_lora, check_tensor
 from fused_grpo.corrections import prepare
 from fused_grpo.objectives import LossSpec, metrics, token_terms
 from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
@@ -84,6 +84,8 @@ def linear_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    lora_hidden: Tensor | None = None,
+    lora_weight: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -102,13 +104,17 @@ def linear_logprobs(
         z = softcap_tanh((hidden.float() @ weight.float().T + bias) * logit_scale) / temperature
         logps = torch.log_softmax(z, -1).gather(-1, targets[..., None])[..., 0]
 
-    and differentiable in `hidden`, `weight` and `bias` for any upstream gradient of both outputs.
+    and differentiable in `hidden`, `weight`, `bias`, `lora_hidden` and `lora_weight` for any
+    upstream gradient of both outputs.
 
     Args:
         hidden: [..., H] floating point, any strides.
         weight: [V, H] floating point.
         targets: [...] integers in [0, V), or `ignore_index`, which gives 0 and no gradient.
         bias: [V].
+        lora_hidden, lora_weight: [..., r] and [V, r], an adapter on the head: adds lora_hidden @
+            lora_weight.T to hidden @ weight.T. With LoRA's B A (a hidden) x scaling: lora_hidden =
+            scaling * A(dropout(hidden)), by ordinary autograd, and lora_weight = B.
         temperature: > 0; a number, or one per token [...].
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
@@ -149,11 +155,14 @@ def linear_logprobs(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
+            "lora_hidden": lora_hidden,
+            "lora_weight": lora_weight,
             **options,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
+    check_lora(hidden, weight, lora_hidden, lora_weight)
     check_tensor("targets", targets, hidden.device, floating=False)
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
@@ -161,13 +170,13 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
-    head_backend = choose(backend, hidden, weight, _wants(support))
+    head_backend = choose(backend, hidden, weight, _wants(support, adapter=lora_weight))
     compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     index = positions(counted, compact)
     rows, length = targets.shape[:-1].numel(), targets.shape[-1] if targets.dim() else 1
-    route = _route(routing, index // length, rows, backend, support)
+    route = _route(routing, index // length, rows, backend, support, adapter=lora_weight)
     call = make_call(
         "targets",
         (flat[index] if compact else torch.where(counted, flat, 0)).long(),
@@ -194,11 +203,12 @@ def linear_logprobs(
             "ignore_index": ignore_index,
             **support,
         }
+        hidden, weight = joined(hidden, weight, lora_hidden, lora_weight)
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
         if call.support is None:
             return LinearLogprobs(logps, h)
         return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
-    values = token_values(hidden, weight, bias, call, entropy)
+    values = token_values(hidden, weight, bias, call, entropy, lora_hidden, lora_weight)
 
     def to_layout(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -228,6 +238,8 @@ def grpo_loss(
     token_weights: Tensor | None = None,
     group_ids: Tensor | None = None,
     bias: Tensor | None = None,
+    lora_hidden: Tensor | None = None,
+    lora_weight: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
@@ -275,8 +287,8 @@ def grpo_loss(
         ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
             policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
-        bias, temperature, logit_scale, softcap, backend, check_inputs, chunk_bytes, compact: as in
-            `linear_logprobs`.
+        bias, lora_hidden, lora_weight, temperature, logit_scale, softcap, backend, check_inputs,
+            chunk_bytes, compact: as in `linear_logprobs`.
         cu_seqlens: [S + 1] integers, the bounds of packed sequences, from 0 to N.
         entropy: also return entropies and log their mean (implied by entropy_coef != 0).
         reduction: "sum", the weighted sum over tokens, or "none", the unweighted losses of all
@@ -380,6 +392,8 @@ def grpo_loss(
             "check_inputs": check_inputs,
             "chunk_bytes": chunk_bytes,
             "compact": compact,
+            "lora_hidden": lora_hidden,
+            "lora_weight": lora_weight,
             **options,
         }
         return GRPOLossOutput(
@@ -400,6 +414,7 @@ def grpo_loss(
     check_choice("backend", backend, BACKENDS)
     check_choice("reduction", reduction, ("sum", "none"))
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
+    check_lora(hidden, weight, lora_hidden, lora_weight)
     check_tensor("completion_ids", completion_ids, hidden.device, floating=False)
     if hidden.shape[:-1] != completion_ids.shape and not (
         cu_seqlens is not None and hidden.shape[:-1].numel() == completion_ids.numel()
@@ -417,7 +432,8 @@ def grpo_loss(
         "group_ids": group_ids,
     }
     given_reference = _given(reference)
-    head_backend = choose(backend, hidden, weight, _wants(support, given_reference))
+    wants = _wants(support, given_reference, lora_weight)
+    head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     if not compact:
         fixed_capacity(spec, tensors)
@@ -432,7 +448,7 @@ def grpo_loss(
         dtype=compute_dtype(hidden, weight),
         compact=compact,
     )
-    route = _route(routing, batch.sequence, len(batch.lengths), backend, support, spec)
+    route = _route(routing, batch.sequence, len(batch.lengths), backend, support, spec, lora_weight)
     call = make_call(
         "completion_ids",
         batch.target,
@@ -458,7 +474,7 @@ def grpo_loss(
         return _reference(
             spec,
             batch,
-            (hidden, weight, completion_ids, advantages),
+            (*joined(hidden, weight, lora_hidden, lora_weight), completion_ids, advantages),
             {"bias": bias, "temperature": temperature, "logit_scale": logit_scale}
             | {"softcap": softcap, "entropy": entropy, **support},
             tensors | {"completion_mask": completion_mask, "cu_seqlens": cu_seqlens},
@@ -469,11 +485,11 @@ def grpo_loss(
     if ref_hidden is not None and not spec.head_kl:  # filled by the head as it goes
         batch = replace(batch, ref=torch.zeros_like(batch.advantages))
     if reduction == "none" or not torch.is_grad_enabled():
-        values = token_values(hidden, weight, bias, call, entropy)
+        values = token_values(hidden, weight, bias, call, entropy, lora_hidden, lora_weight)
         return _from_values(values, batch, spec, reduction)
     objective = make_objective(spec, batch, head_backend.name)
     loss, per_token, g, *found = FusedLossFunction.apply(
-        hidden, weight, bias, call, objective, entropy
+        hidden, weight, bias, lora_hidden, lora_weight, call, objective, entropy
     )
     values = TokenValues(*found)
     logged = objective.metrics(values, g)
@@ -588,8 +604,14 @@ def _split(options: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], dict[
     return mine, {k: v for k, v in options.items() if k not in mine}
 
 
-def _wants(support: Mapping[str, Any], reference: Mapping[str, Any] = {}) -> str | None:
+def _wants(
+    support: Mapping[str, Any],
+    reference: Mapping[str, Any] = {},
+    adapter: Tensor | None = None,
+) -> str | None:
     """What of a call only chunked torch can do."""
+    if adapter is not None:
+        return ADAPTER
     return "reference head" if reference else "sampling support" if support else None
 
 
@@ -604,6 +626,7 @@ def _route(
     backend: str,
     support: Mapping[str, Any],
     spec: LossSpec | None = None,
+    adapter: Tensor | None = None,
 ) -> Route | None:
     route = routed.make_route(options, sequence, num_sequences)  # type: ignore[arg-type]
     if options.get("backward") != "routed":
@@ -612,6 +635,8 @@ def _route(
         raise ValueError("backend='reference' has exact gradients only, not backward='routed'")
     if any(value is not None for value in support.values()):
         raise ValueError(f"backward='routed' does not know {', '.join(support)}: use 'exact'")
+    if adapter is not None:
+        raise ValueError("backward='routed' does not know lora_weight: use 'exact'")
     if spec is not None and spec.head_kl:
         raise ValueError(
             f"backward='routed' does not know kl_estimator={spec.kl_estimator!r}, whose gradient "

@@ -13,6 +13,7 @@ from fused_grpo.backends import CHUNKED, Backend
 from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
 from fused_grpo.passes import (
+    GRADIENTS,
     Coefficients,
     HeadResult,
     Needs,
@@ -58,10 +59,25 @@ class HeadCall:
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
     route: Route | None = None  # None: exact gradients
 
-    def bind(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tokens, Head]:
+    def bind(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_hidden: Tensor | None = None,
+        lora_weight: Tensor | None = None,
+    ) -> tuple[Tokens, Head]:
         return (
-            Tokens(hidden, self.index, self.target, self.temperature, self.support, self.counted),
-            Head(weight, bias, self.logit_scale, self.softcap),
+            Tokens(
+                hidden,
+                self.index,
+                self.target,
+                self.temperature,
+                self.support,
+                self.counted,
+                lora_hidden,
+            ),
+            Head(weight, bias, self.logit_scale, self.softcap, lora_weight),
         )
 
     def head_pass(
@@ -132,17 +148,20 @@ class LogprobsFunction(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_hidden: Tensor | None,
+        lora_weight: Tensor | None,
         call: HeadCall,
         entropy: bool,
         *reference: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
+        leaves = (hidden, weight, bias, lora_hidden, lora_weight)
         needs, bound = _needs(ctx, entropy), call.bind_reference()
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
         pending: Waiting | None = None
-        plain = _only_hidden(needs) and not entropy and not (bound is not None and bound.kl)
+        plain = needs.only_rows and not entropy and not (bound is not None and bound.kl)
         ctx.unit = plain and call.route is None
-        operands = call.bind(hidden, weight, bias)
+        operands = call.bind(*leaves)
         if call.entries_can_wait(needs):
             with_entropy = replace(needs, entropy_grad=entropy)
             result, pending = call.routed_pass(*operands, with_entropy, None, bound)
@@ -150,9 +169,9 @@ class LogprobsFunction(torch.autograd.Function):
             coefficients = _unit_coefficients if ctx.unit else None
             result = call.head_pass(*operands, needs, coefficients, bound)
         if ctx.unit:
-            ctx.save_for_backward(result.hidden_grad)
+            ctx.save_for_backward(result.hidden_grad, result.lora_hidden_grad)
         else:  # the reference's, too, so that a change in between is noticed
-            ctx.save_for_backward(hidden, weight, bias, *reference)
+            ctx.save_for_backward(*leaves, *reference)
         ctx.pending = pending
         values = (result.logps, result.entropy)
         ctx.values = TokenValues(*(None if x is None else x.detach() for x in values))  # type: ignore[arg-type]
@@ -170,14 +189,13 @@ class LogprobsFunction(torch.autograd.Function):
         if g is None:
             g = torch.zeros_like(ctx.values.logps)
         if ctx.unit:
-            (u,) = ctx.saved_tensors
-            return _scale_rows(u, call.index, g), None, None, *none
+            u, lora_u = (_scale_rows(u, call.index, g) for u in ctx.saved_tensors)
+            return u, None, None, lora_u, None, *none
 
         def upstream(span: slice, _: TokenValues) -> Upstream:
             return Upstream(*(None if x is None else x[span] for x in (g, e, k)))  # type: ignore[arg-type]
 
-        hidden, weight, bias = ctx.saved_tensors[:3]
-        operands = call.bind(hidden, weight, bias)
+        operands = call.bind(*ctx.saved_tensors[:5])
         needs = replace(
             ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
         )
@@ -188,7 +206,7 @@ class LogprobsFunction(torch.autograd.Function):
         else:
             reference = None if k is None else call.bind_reference()
             result = call.head_pass(*operands, needs, upstream, reference)
-        return result.hidden_grad, result.weight_grad, result.bias_grad, *none
+        return *gradients(result), *none
 
 
 class FusedLossFunction(torch.autograd.Function):
@@ -204,13 +222,16 @@ class FusedLossFunction(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_hidden: Tensor | None,
+        lora_weight: Tensor | None,
         call: HeadCall,
         objective: Objective,
         entropy: bool,
     ) -> tuple[Tensor | None, ...]:
         needs = _needs(ctx, entropy, objective)
-        result, per_token, g = loss_pass(hidden, weight, bias, call, objective, needs)
-        ctx.save_for_backward(result.hidden_grad, result.weight_grad, result.bias_grad)
+        leaves = (hidden, weight, bias, lora_hidden, lora_weight)
+        result, per_token, g = loss_pass(leaves, call, objective, needs)
+        ctx.save_for_backward(*gradients(result))
         loss = objective.total(per_token)
         outputs = (per_token, g, *(getattr(result, f.name) for f in fields(TokenValues)))
         ctx.mark_non_differentiable(*(t for t in outputs if t is not None))
@@ -228,10 +249,13 @@ class FusedLossFunction(torch.autograd.Function):
         return *grads, None, None, None
 
 
+def gradients(result: HeadResult) -> tuple[Tensor | None, ...]:
+    """In the order of the functions' leading arguments."""
+    return tuple(getattr(result, name) for name in GRADIENTS)
+
+
 def loss_pass(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    leaves: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     call: HeadCall,
     objective: Objective,
     needs: Needs,
@@ -243,12 +267,12 @@ def loss_pass(
     second pass computes the logits again; a frozen head is spared that, its u_t = dlogp_t/dh_t
     being formed in the first.
     """
-    tokens, head = call.bind(hidden, weight, bias)
+    tokens, head = call.bind(*leaves)
     reference = call.bind_reference()
     n = call.index.numel()
     everything = slice(0, n)
     dtype = objective.weights.dtype
-    per_token = torch.zeros(n, dtype=dtype, device=hidden.device)
+    per_token = torch.zeros(n, dtype=dtype, device=tokens.hidden.device)
     g = torch.zeros_like(per_token)
 
     def known(span: slice, _: TokenValues) -> Upstream:
@@ -268,12 +292,13 @@ def loss_pass(
     if needs.any_grad and (objective.local or n <= plan.tokens):
         result = call.head_pass(tokens, head, needs, evaluate, reference)
         return result, per_token, g
-    unit = _only_hidden(needs) and not needs.entropy_grad and not needs.kl_grad
+    unit = needs.only_rows and not needs.entropy_grad and not needs.kl_grad
     first = _unit_coefficients if unit else None
     result = call.head_pass(tokens, head, needs, first, reference)
     evaluate(everything, result)
-    if unit and result.hidden_grad is not None:
-        result.hidden_grad = _scale_rows(result.hidden_grad, call.index, g, in_place=True)
+    if unit:
+        for name in ("hidden_grad", "lora_hidden_grad"):
+            setattr(result, name, _scale_rows(getattr(result, name), call.index, g, in_place=True))
     elif needs.any_grad:
         again = reference if needs.kl_grad else None
         second = call.head_pass(tokens, head, needs, known, again)
@@ -309,24 +334,24 @@ def _routed_loss_pass(
 def _needs(ctx: Any, entropy: bool, objective: Objective | None = None) -> Needs:
     # what autograd asks for, not what a saved tensor's requires_grad says: a copy made in here has
     # none
-    hidden, weight, bias = ctx.needs_input_grad[:3]
-    needs = Needs(hidden, weight, bias, entropy)
+    wanted = dict(zip(GRADIENTS, ctx.needs_input_grad, strict=False))
+    needs = Needs(**wanted, entropy=entropy)
     if objective is None:
         return needs
     spec = objective.spec
     return replace(needs, entropy_grad=spec.entropy_gradient, kl_grad=spec.head_kl)
 
 
-def _only_hidden(needs: Needs) -> bool:
-    return needs.hidden_grad and not (needs.weight_grad or needs.bias_grad)
-
-
 def _unit_coefficients(_: slice, values: TokenValues) -> Upstream:
     return Upstream(torch.ones_like(values.logps))
 
 
-def _scale_rows(u: Tensor, index: Tensor, g: Tensor, in_place: bool = False) -> Tensor:
+def _scale_rows(
+    u: Tensor | None, index: Tensor, g: Tensor, in_place: bool = False
+) -> Tensor | None:
     """u [..., H], whose rows are 0 but for those at `index`, with row index[i] times g[i]."""
+    if u is None:
+        return None
     per_row = torch.zeros(u.shape[:-1], dtype=g.dtype, device=u.device)
     per_row.view(-1)[index] = g
     return u.mul_(per_row[..., None]) if in_place else (u * per_row[..., None]).to(u.dtype)

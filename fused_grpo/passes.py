@@ -14,6 +14,9 @@ from fused_grpo.tiles import Head
 
 T = TypeVar("T")
 
+# of a pass, in the order of the autograd functions' leading arguments
+GRADIENTS = ("hidden_grad", "weight_grad", "bias_grad", "lora_hidden_grad", "lora_weight_grad")
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -25,22 +28,30 @@ class Tokens:
     temperature: Tensor | float  # [n] or scalar
     support: Support | None = None  # None: the whole vocabulary
     counted: Tensor | None = None  # [n]; None: all. The others' hidden states are taken as zeros
+    lora_hidden: Tensor | None = None  # [..., r], the leading dimensions of `hidden`
 
     def rows(self, span: slice) -> Tensor:
         """[c, H] hidden states of a span of tokens; copies that span only, whatever the strides."""
+        return self._rows(self.hidden, span)
+
+    def lora_rows(self, span: slice) -> Tensor | None:
+        """[c, r], or None without an adapter."""
+        return None if self.lora_hidden is None else self._rows(self.lora_hidden, span)
+
+    def _rows(self, hidden: Tensor, span: slice) -> Tensor:
         index = self.index[span]
-        if self.hidden.dim() == 2:
-            rows = self.hidden[index]
+        if hidden.dim() == 2:
+            rows = hidden[index]
         else:
-            width = self.hidden.shape[1]
-            rows = self.hidden[index // width, index % width]
+            width = hidden.shape[1]
+            rows = hidden[index // width, index % width]
         if self.counted is not None:
             rows.masked_fill_(~self.counted[span, None], 0)
         return rows
 
     def select(self, kept: Tensor) -> Tokens:
         """The tokens at `kept`."""
-        return select_rows(self, kept, but=("hidden",))
+        return select_rows(self, kept, but=("hidden", "lora_hidden"))
 
     def padded(self, n: int) -> Tokens:
         """n tokens, the last one repeated."""
@@ -82,10 +93,18 @@ class Needs:
     entropy: bool = False
     entropy_grad: bool = False
     kl_grad: bool = False
+    lora_hidden_grad: bool = False
+    lora_weight_grad: bool = False
 
     @property
     def any_grad(self) -> bool:
-        return self.hidden_grad or self.weight_grad or self.bias_grad
+        return any(getattr(self, name) for name in GRADIENTS)
+
+    @property
+    def only_rows(self) -> bool:
+        """Whether gradients of hidden states are all that is wanted."""
+        heads = self.weight_grad or self.bias_grad or self.lora_weight_grad
+        return self.any_grad and not heads
 
 
 @dataclass
@@ -113,13 +132,14 @@ class HeadResult(TokenValues):
     hidden_grad: Tensor | None = None
     weight_grad: Tensor | None = None
     bias_grad: Tensor | None = None
+    lora_hidden_grad: Tensor | None = None
+    lora_weight_grad: Tensor | None = None
     weight_grad_written: bool = False  # before that it holds nothing yet
 
 
 def with_gradients(result: HeadResult, found: HeadResult) -> HeadResult:
     """`result` with the gradients of another pass."""
-    gradients = ("hidden_grad", "weight_grad", "bias_grad")
-    return replace(result, **{name: getattr(found, name) for name in gradients})
+    return replace(result, **{name: getattr(found, name) for name in GRADIENTS})
 
 
 @dataclass(frozen=True)

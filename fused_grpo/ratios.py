@@ -14,7 +14,7 @@ def per_sequence(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor
     `lengths` [S] are of the sequences as they stand in `values`, and add up to n.
     """
     if values.numel() == 0:
-        return values.new_zeros(lengths.shape)
+        return values.sum() + values.new_zeros(lengths.shape)  # 0 with a graph, as of any other
     # a sum per segment rather than scattered adds, which are not deterministic on a GPU
     return torch.segment_reduce(values, reduce, lengths=lengths, initial=0, unsafe=True)
 

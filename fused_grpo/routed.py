@@ -99,25 +99,13 @@ def make_route(options: RouteOptions, sequence: Tensor, num_sequences: int) -> R
     Raises:
         TypeError, ValueError: naming the option; options that exact gradients would ignore.
     """
-    backward = options.get("backward", "exact")
-    check_choice("backward", backward, ("exact", "routed"))
-    weight_grad = options.get("route_weight_grad", "routed")
-    check_choice("route_weight_grad", weight_grad, ("routed", "exact"))
-    tau, seed = options.get("route_tau"), options.get("route_seed")
-    if tau is not None:
-        check_number("route_tau", tau, lambda x: x == 0 or 1e-12 <= x <= 1, "0 or in [1e-12, 1]")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"route_seed must be an integer, not {type(seed).__name__}")
+    check_route_options(options)
     ids = options.get("sequence_ids")
     if ids is not None:
         check_tensor("sequence_ids", ids, sequence.device, floating=False)
-    if backward == "exact":
-        for name, value in options.items():
-            if name != "backward" and value is not None and value != "routed":
-                raise ValueError(
-                    f"{name} is an option of backward='routed', which is not asked for"
-                )
+    if options.get("backward", "exact") == "exact":
         return None
+    tau, seed = options.get("route_tau"), options.get("route_seed")
     tau = DEFAULT_TAU if tau is None else tau
     if tau == 0:
         return None
@@ -130,7 +118,28 @@ def make_route(options: RouteOptions, sequence: Tensor, num_sequences: int) -> R
             "sequence"
         )
     ids = ids[sequence]
-    return Route(tau, seed, token_keys(seed, ids, _ordinals(ids)), weight_grad == "exact")
+    exact_weight_grad = options.get("route_weight_grad") == "exact"
+    return Route(tau, seed, token_keys(seed, ids, _ordinals(ids)), exact_weight_grad)
+
+
+def check_route_options(options: RouteOptions) -> None:
+    """TypeError or ValueError: out of range, or what exact gradients would ignore."""
+    backward = options.get("backward", "exact")
+    check_choice("backward", backward, ("exact", "routed"))
+    weight_grad = options.get("route_weight_grad", "routed")
+    check_choice("route_weight_grad", weight_grad, ("routed", "exact"))
+    tau, seed = options.get("route_tau"), options.get("route_seed")
+    if tau is not None:
+        check_number("route_tau", tau, lambda x: x == 0 or 1e-12 <= x <= 1, "0 or in [1e-12, 1]")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"route_seed must be an integer, not {type(seed).__name__}")
+    if backward == "exact":
+        for name, value in options.items():
+            default = {"backward": "exact", "route_weight_grad": "routed"}.get(name)
+            if value is not None and value is not default and value != default:
+                raise ValueError(
+                    f"{name} is an option of backward='routed', which is not asked for"
+                )
 
 
 def _ordinals(ids: Tensor) -> Tensor:
@@ -239,8 +248,9 @@ def _look_into(
     # where a group stands in the slabs, row 0's first
     start = tile * (per_tile * work.slabs.shape[1]) + (number - tile * per_tile)
     place = start.index_select(0, group) + row * per_tile
-    mixed = route.keys.index_select(0, row) * 2 + 1
-    noise_row = (mixed * _mix(number).index_select(0, group) & _WORD) >> _NOISE_SHIFT
+    odd = _mix(number + 1) | 1
+    product = route.keys.index_select(0, row) * odd.index_select(0, group)
+    noise_row = (product & _WORD) >> _NOISE_SHIFT
     noise = _uniform(route.seed, 2, _NOISE_ROWS * GROUP, device).view(-1, GROUP).to(share.dtype)
     bound, entries = (mass / share)[:, None], work.slabs.view(-1, GROUP)
     first_column = (group - torch.arange(len(at), device=device)) * GROUP

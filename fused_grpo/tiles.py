@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,12 +22,20 @@ GROUP = 32  # neighbours in the vocabulary whose common mass the routed backward
 
 @dataclass(frozen=True)
 class Head:
-    """A linear head: logits = softcap((hidden @ weight.T + bias) * logit_scale) / temperature."""
+    """A linear head: logits = softcap((hidden @ weight.T + bias) * logit_scale) / temperature.
+
+    With an adapter, hidden @ weight.T + lora_hidden @ lora_weight.T in place of the first product.
+    """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     logit_scale: float = 1.0
     softcap: float | None = None
+    lora_weight: Tensor | None = None  # [V, r]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_weight is None else self.lora_weight.shape[1]
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -67,20 +76,34 @@ class LogitTiles:
         temperature: Tensor | float,
         head: Head,
         weight_tile: Callable[[slice], Tensor],
+        lora_rows: Tensor | None = None,
     ) -> None:
         self.temperature, self.head, self.weight_tile = temperature, head, weight_tile
         dtype = compute_dtype(rows, head.weight)
         self.x = rows.to(dtype)
+        self.u = None if lora_rows is None else lora_rows.to(dtype)
         if head.softcap is None:  # scale and temperature go into the rows, which are fewer
             self.x = self.x * (head.logit_scale / temperature)
+            self.u = None if self.u is None else self.u * (head.logit_scale / temperature)
         on_cpu = dtype == torch.float32 and _has_onednn(self.x)
         self._linear = _linear_cpu if on_cpu else F.linear
 
     def __call__(self, v: slice) -> Tensor:
         """[c, v], the caller's to change."""
         z = self._linear(self.x, self.weight_tile(v))
+        if self.u is not None and self.head.lora_weight is not None:
+            z.addmm_(self.u, self.head.lora_weight[v].to(z.dtype).T)
         _finish_logits(z, self.temperature, self.head, v)
         return z
+
+    def select(self, rows: Tensor) -> LogitTiles:
+        """Of the tokens at `rows`."""
+        chosen = copy.copy(self)
+        chosen.x = self.x[rows]
+        chosen.u = None if self.u is None else self.u[rows]
+        if isinstance(self.temperature, Tensor):
+            chosen.temperature = self.temperature[rows]
+        return chosen
 
 
 def tile_softmax(
@@ -207,6 +230,17 @@ def take_out_target(z: Tensor, column: Tensor, z_target: Tensor) -> None:
     if hit.numel():
         z_target[hit] = z[hit, column[hit]]
         z[hit, column[hit]] = -torch.inf
+
+
+def one_softmax(sums: TileSums) -> tuple[TileSums, Tensor]:
+    """Tiles as one softmax of the row, and [c, J] the factors that make it of theirs."""
+    empty = sums.mass < 0.5
+    lse = torch.logsumexp(torch.where(empty, -torch.inf, sums.top + sums.mass.log()), 1, True)
+    nothing = lse == -torch.inf
+    shares = (sums.top - sums.q_top.log() - lse).exp().masked_fill_(empty, 0)
+    ones = torch.ones_like(lse)
+    top, mass = lse.masked_fill(nothing, 0), ones.masked_fill(nothing, 0)
+    return TileSums(top, mass, ones, None, sums.z_target), shares
 
 
 @dataclass

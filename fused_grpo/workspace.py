@@ -31,7 +31,8 @@ def plan_pass(
         stored += dtype.itemsize
     extra = _extra(tokens, reference)._replace(groups=routed)
     n = tokens.index.numel()
-    return plan_chunks(chunk_bytes, vocab, width, stored, dtype.itemsize, extra, n)
+    # an adapter's products have r columns where the head's have H
+    return plan_chunks(chunk_bytes, vocab, width + head.rank, stored, dtype.itemsize, extra, n)
 
 
 def _keeps_entries(tokens: Tokens, needs: Needs) -> bool:

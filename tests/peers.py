@@ -125,7 +125,7 @@ def verl() -> tuple[ModuleType, ModuleType]:
     """(core_algos, rollout_corr_helper) of verl, or a skip."""
     if not VERL_PATH.exists():
         pytest.skip("verl is not under VERL_PATH")
-    before = set(sys.modules)
+    before = dict(sys.modules)
 
     def stand_in(name: str, **attributes: Any) -> None:
         module = ModuleType(name)
@@ -154,9 +154,10 @@ def verl() -> tuple[ModuleType, ModuleType]:
         core = _module("verl_core_algos", VERL_PATH / "trainer/ppo/core_algos.py")
         rollout = _module("verl_rollout", VERL_PATH / "trainer/ppo/rollout_corr_helper.py")
     finally:
-        for name in set(sys.modules) - before:
+        for name in list(sys.modules):
             if name.partition(".")[0] in ("verl", "omegaconf"):
                 del sys.modules[name]
+        sys.modules.update(before)  # the installed ones, if there are any
     core.Config = Config
     return core, rollout
 

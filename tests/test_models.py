@@ -6,65 +6,129 @@ import copy
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tiny_models import VOCAB, assert_same_model, class_names, tiny
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from fused_grpo import linear_logprobs
 from fused_grpo.integrations.models import add_head_forward, causal_lm, head_of, verify_head
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
-FAMILIES = {
-    "llama": {},
-    "qwen2": {"tie_word_embeddings": True},
-    "gemma2": {"final_logit_softcapping": 0.05},
-    "cohere": {"logit_scale": 0.3},
-    "granite": {"logits_scaling": 7.0},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    "phi": {},  # its head has a bias
-}
+# what every version has to understand; the sweep below takes in all others that transformers has
+FAMILIES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "PhiForCausalLM",  # its head has a bias
+    "Phi3ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTJForCausalLM",
+    "GPTNeoXForCausalLM",
+    "OPTForCausalLM",
+    "NemotronForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "RecurrentGemmaForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "FalconH1ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Llama4ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+    "MambaForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+)
+# some are younger than the oldest version that is tested
+NEWER = tuple(
+    name
+    for name in (
+        "MiniCPM3ForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        "HyperCLOVAXVisionV2ForConditionalGeneration",
+        "NanoChatForCausalLM",
+        "InklingForCausalLM",
+        "MuseGlimmerForConditionalGeneration",
+        "xLSTMForCausalLM",
+    )
+    if hasattr(transformers, name)
+)
 
 
 def build(family: str, **options: object) -> nn.Module:
-    torch.manual_seed(0)
-    known = {k: v for k, v in SIZES.items() if family != "gpt2" or "token" in k or "vocab" in k}
-    config = AutoConfig.for_model(family, **{**known, **FAMILIES.get(family, {}), **options})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    head = model.get_output_embeddings()
-    if head.bias is not None:
-        nn.init.normal_(head.bias)
-    return model
+    return tiny(family, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_head_gives_the_models_own_log_probabilities(family: str) -> None:
-    model = build(family)
+@pytest.mark.parametrize("tied", [False, True], ids=["own", "tied"])
+@pytest.mark.parametrize("family", FAMILIES + NEWER)
+def test_the_models_own_log_probabilities(family: str, tied: bool) -> None:
+    model = build(family, tie_word_embeddings=tied)
     add_head_forward(model)
     verify_head(model)
-    ids = torch.randint(2, 97, (3, 7))
-    targets = ids.roll(-1, 1)
-    expected = model(input_ids=ids).logits.float().log_softmax(-1)
-    expected = expected.gather(-1, targets[..., None])[..., 0]
-    got = model(
-        input_ids=ids,
-        head_fn=lambda hidden, head: linear_logprobs(hidden, head.weight, targets, **head.options),
-    )
-    torch.testing.assert_close(got.logps, expected, atol=2e-6, rtol=1e-5)
+    assert_same_model(model)
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
+def test_a_tied_head_is_the_embeddings_parameter(family: str) -> None:
+    model = build(family, tie_word_embeddings=True)
+    assert head_of(model).weight is model.get_input_embeddings().weight
+
+
+def outcome(name: str) -> tuple[str, str]:
+    """(what became of a class: checked, refused or not built; why, or its head)."""
+    try:
+        model = tiny(name)
+        with torch.no_grad():
+            model(input_ids=torch.arange(1, 5)[None], use_cache=False)
+    except Exception as error:
+        return "not built", repr(error)
+    try:
+        head = head_of(model)
+    except (ValueError, TypeError) as error:
+        return "refused", str(error)
+    verify_head(model)  # whatever is accepted has to be right
+    rules = [] if head.bias is None else ["bias"]
+    rules += [] if head.logit_scale == 1 else [f"scale {head.logit_scale:.3g}"]
+    rules += [] if head.softcap is None else [f"softcap {head.softcap:g}"]
+    rules += [] if len(head.weight) == VOCAB else [f"cut to {len(head.weight)}"]
+    return "checked", ", ".join(rules)
+
+
+def test_every_class_of_transformers_is_right_or_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """None is accepted with a head that gives other logits; prints the table of those checked."""
+    found = {name: outcome(name) for name in class_names()}
+    checked = {name: rules for name, (how, rules) in found.items() if how == "checked"}
+    refused = [name for name, (how, _) in found.items() if how == "refused"]
+    assert set(FAMILIES + NEWER) <= checked.keys()
+    with capsys.disabled():
+        print(f"\n{len(checked)} heads checked, {len(refused)} refused; those of them with more")
+        print("than a weight:")
+        for name, rules in checked.items():
+            if rules:
+                print(f"  {name:45} {rules}")
+        print("the others: " + ", ".join(n for n, rules in checked.items() if not rules))
+        print("refused: " + ", ".join(refused))
+    assert len(checked) >= 120
+    for name in ("BertLMHeadModel", "RobertaForCausalLM", "ModernBertDecoderForCausalLM"):
+        assert name in refused, "it transforms hidden states between backbone and head"
 
 
 def test_head_forward_keeps_the_signature_and_survives_a_deep_copy() -> None:
-    model = build("llama")
+    model = build("LlamaForCausalLM")
     add_head_forward(model)
     add_head_forward(model)
     other = copy.deepcopy(model)
@@ -87,7 +151,7 @@ def test_head_forward_keeps_the_signature_and_survives_a_deep_copy() -> None:
 
 
 def test_lora_is_looked_through_and_takes_part() -> None:
-    base = build("llama")
+    base = build("LlamaForCausalLM")
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -105,32 +169,14 @@ def test_lora_is_looked_through_and_takes_part() -> None:
     assert (without - expected).abs().max() > 1e-3
 
 
-def test_an_adapter_on_the_head_raises() -> None:
-    model = get_peft_model(build("llama"), LoraConfig(target_modules=["q_proj", "lm_head"]))
-    with pytest.raises(ValueError, match=r"lm_head out of target_modules"):
-        head_of(model)
-
-
-def test_a_fully_trained_head_of_peft_is_the_active_copy() -> None:
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = get_peft_model(build("llama"), config)
-    weight = head_of(model).weight
-    assert weight.requires_grad
-    with torch.no_grad():
-        weight.mul_(3.0)
-    verify_head(model)
-    with model.disable_adapter():
-        assert not head_of(model).weight.requires_grad
-
-
 def test_prompt_learning_raises() -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="prompt learning"):
-        head_of(get_peft_model(build("llama"), config))
+        head_of(get_peft_model(build("LlamaForCausalLM"), config))
 
 
 def test_a_scale_that_no_attribute_tells_is_noticed() -> None:
-    model = build("llama")
+    model = build("LlamaForCausalLM")
     original = model.lm_head.forward
     model.lm_head.forward = lambda hidden: original(hidden) / 4
     with pytest.raises(ValueError, match="not understood"):
@@ -138,7 +184,8 @@ def test_a_scale_that_no_attribute_tells_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "error"), [(nn.Linear(2, 2), TypeError), (build("llama").model, ValueError)]
+    ("model", "error"),
+    [(nn.Linear(2, 2), TypeError), (build("LlamaForCausalLM").model, ValueError)],
 )
 def test_something_without_a_head_raises(model: nn.Module, error: type[Exception]) -> None:
     with pytest.raises(error, match="causal"):
@@ -146,7 +193,32 @@ def test_something_without_a_head_raises(model: nn.Module, error: type[Exception
 
 
 def test_a_wrapped_head_of_two_layers_raises() -> None:
-    model = build("llama")
+    model = build("LlamaForCausalLM")
     model.lm_head = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 97))
     with pytest.raises(ValueError, match="not one linear layer"):
         head_of(model)
+
+
+def test_a_cap_that_hardly_shows_is_noticed() -> None:
+    """Logits of a random model are near 0, where c tanh(z / c) is z to five digits."""
+    model = build("LlamaForCausalLM")
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: 50 * torch.tanh(original(hidden) / 50)
+    with pytest.raises(ValueError, match="not understood"):
+        verify_head(model)
+
+
+def test_another_number_of_logits_is_noticed() -> None:
+    model = build("LlamaForCausalLM")
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: original(hidden)[..., :90]
+    with pytest.raises(ValueError, match="not understood"):
+        verify_head(model)
+
+
+def test_verifying_leaves_the_model_as_it_was() -> None:
+    model = build("LlamaForCausalLM").train()
+    verify_head(model)
+    assert model.training
+    assert not model.lm_head._forward_pre_hooks
+    assert not any(p.grad is not None for p in model.parameters())

@@ -63,7 +63,12 @@ FLIPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "veto_ratio_max": (1.05, {"sampling_correction": "monitor"}),
 }
 # tensor or other argument of grpo_loss -> options without which it cannot act
+ADAPTER: dict[str, Any] = {
+    "lora_hidden": torch.linspace(-1, 1, 132, dtype=torch.float64).view(6, 11, 2),
+    "lora_weight": torch.linspace(-1, 2, 122, dtype=torch.float64).view(61, 2),
+}
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(ADAPTER, ADAPTER),
     "completion_mask": {},
     "old_per_token_logps": {},
     "ref_per_token_logps": {"beta": 0.1},
@@ -154,6 +159,8 @@ def other(name: str, case: Case) -> Any:
         return CHANGES[name]
     if name == "support_ids":
         return torch.arange(9).expand(*case.ids.shape, 9)
+    if name in ADAPTER:
+        return ADAPTER[name] * 1.1
     if name in ("ref_hidden", "ref_weight"):
         return case.tensors[name] * 1.1
     if name in ("support_min_logp", "support_min_logit"):

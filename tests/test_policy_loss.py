@@ -132,3 +132,20 @@ def test_reduction_none_then_weights_equals_sum() -> None:
     want = ours(case)
     close(hidden.grad, want.grads["hidden"], 1e-12, "hidden")
     close(weight.grad, want.grads["weight"], 1e-12, "weight")
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "luspo", "rloo", "gmpo", "grpo"])
+def test_everything_masked_keeps_a_graph(loss_type: str) -> None:
+    """S10: sums over sequences are differentiable where no token is left, too."""
+    logps = torch.full((2, 3), -1.0, requires_grad=True)
+    out = policy_loss(
+        logps,
+        torch.ones(2),
+        completion_mask=torch.zeros(2, 3),
+        old_per_token_logps=logps.detach(),
+        loss_type=loss_type,
+    )
+    out.loss.backward()
+    assert out.loss.detach() == 0
+    assert logps.grad is not None
+    assert not logps.grad.any()

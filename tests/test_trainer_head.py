@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from test_trainer import LORA, PROMPTS, config, first_step, letters, logs, trainer
+from tiny_models import tiny as tiny_model
 from torch import Tensor
 
 from fused_grpo import compute_advantages, multi_reward_advantages
 from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer import GRPOTrainer
 from fused_grpo.trainer.batches import MicroBatch, loss_of
+from fused_grpo.trainer.models import character_tokenizer
 
 
 def move_reference(run: GRPOTrainer) -> None:
@@ -268,3 +271,64 @@ def test_every_estimator_trains(tmp_path: Path) -> None:
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
+
+
+# ---- LoRA on the head, mixtures of experts ------------------------------------------------------
+
+HEAD_LORA = LoraConfig(
+    r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"], init_lora_weights=False
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.1, "temperature": 0.8},
+        {"beta": 0.1, "kl_estimator": "full"},
+        {"keep_sampling_mask": True, "top_k": 5, "num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_lora_on_the_head_trains(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The ratios of fresh samples are 1, the reference is the bare model, both factors move."""
+    run = trainer(tmp_path, peft=HEAD_LORA, max_steps=2, learning_rate=1e-2, **options)
+    layer = causal_lm(run.model).lm_head
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    run.train()
+    assert logs(run, "ratio/max")[0] == pytest.approx(1, abs=1e-5)
+    if "beta" in options:
+        assert logs(run, "kl")[0] > 1e-4  # the adapter starts at random, away from the reference
+    if "keep_sampling_mask" in options:
+        assert logs(run, "support/target_outside") == [0.0, 0.0]
+    moved = {name for name, p in layer.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"lora_A.default.weight", "lora_B.default.weight"}
+
+
+def test_the_loss_of_a_head_with_lora_is_that_of_its_logits(tmp_path: Path) -> None:
+    run = trainer(tmp_path, peft=HEAD_LORA, temperature=0.7)
+    (batch,) = generation(run)
+    expected = log_p(run.model, batch, 0.7).gather(-1, batch.completion_ids[..., None])[..., 0]
+    out = loss_output(run, batch)
+    torch.testing.assert_close(
+        out.per_token_logps, expected * batch.completion_mask, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_the_load_balance_of_experts_is_in_the_loss(tmp_path: Path) -> None:
+    """Accumulated over micro-batches as the model's own, one share of each."""
+    model = tiny_model("MixtralForCausalLM", output_router_logits=True, router_aux_loss_coef=0.5)
+    args = config(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    run = GRPOTrainer(
+        model, lambda prompts, **_: [1.0] * len(prompts), args, PROMPTS, None, character_tokenizer()
+    )
+    batches = generation(run)
+    assert len(batches) == 2
+    losses = [loss_output(run, batch).loss for batch in batches]
+    own = [
+        run.model(**batch.model_inputs(run.model), output_router_logits=True).aux_loss
+        for batch in batches
+    ]
+    torch.testing.assert_close(sum(losses), 0.5 * sum(own) / 2, atol=1e-6, rtol=1e-5)
+    run.train()
+    assert logs(run, "aux_loss")[0] > 0

@@ -10,14 +10,18 @@ FSDP fire.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fused_grpo.integrations.adapters import HeadAdapter, unwrapped
+from fused_grpo.integrations.experts import auxiliary_loss
+from fused_grpo.integrations.logits import logit_rules
 
 HeadFn = Callable[[Tensor, "LanguageModelHead"], Any]
 
@@ -28,10 +32,14 @@ class LanguageModelHead:
 
     Attributes:
         backbone: the module whose first output, [B, L, H], goes into the head.
-        weight: [V, H], the parameter itself (the embedding's, where they are tied).
+        weight: [V, H], the parameter itself (the embedding's, where they are tied), or the rows of
+            it that the model's logits are cut to.
         bias: [V] or None.
-        logit_scale: factor on the logits, before the softcap.
+        logit_scale: factor on the logits, before the softcap; one on the hidden states counts.
         softcap: c of c tanh(z / c), or None.
+        adapter: LoRA on the head, or None; `weight` is without it.
+        aux_loss: with `add_head_forward` and a mixture of experts that outputs its router's
+            logits: the load-balancing loss times its coefficient, as the model adds it to its loss.
     """
 
     backbone: nn.Module
@@ -39,15 +47,39 @@ class LanguageModelHead:
     bias: Tensor | None
     logit_scale: float
     softcap: float | None
+    adapter: HeadAdapter | None = None
+    aux_loss: Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords that `grpo_loss` and `linear_logprobs` take for this head."""
+        """The keywords that `grpo_loss` and `linear_logprobs` take for this head.
+
+        Raises:
+            ValueError: LoRA on the head, whose keywords depend on the hidden states.
+        """
+        if self.adapter is not None:
+            raise ValueError(
+                "the head carries LoRA, whose part of the logits depends on the hidden states: "
+                "use **head.arguments(hidden) in place of **head.options"
+            )
         return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
+
+    def arguments(self, hidden: Tensor) -> dict[str, Any]:
+        """The same for these hidden states [..., H], LoRA on the head included.
+
+        Draws the adapter's dropout, so call it once for a loss, with what the loss is given.
+        """
+        if self.adapter is None:
+            return self.options
+        lora = {"lora_hidden": self.adapter.hidden(hidden), "lora_weight": self.adapter.weight}
+        return replace(self, adapter=None).options | lora
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] for hidden [..., H], as the model computes them."""
-        z = nn.functional.linear(hidden, self.weight, self.bias) * self.logit_scale
+        z = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.adapter is not None:
+            z = z + (self.adapter.hidden(hidden) @ self.adapter.weight.T).to(z.dtype)
+        z = z * self.logit_scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
@@ -79,12 +111,14 @@ def causal_lm(model: nn.Module) -> Any:
 def head_of(model: nn.Module) -> LanguageModelHead:
     """The head of a causal language model; see `LanguageModelHead`.
 
-    Looks through PEFT, DDP and torch.compile, and honours `final_logit_softcapping` (Gemma),
-    `logit_scale` (Cohere), `logits_scaling` (Granite, a divisor), `lm_head_multiplier` (Falcon-H1).
+    Looks through PEFT, DDP and torch.compile, takes LoRA on the head along, and honours what the
+    model's forward does to its logits, as far as `logits.logit_rules` knows it. `verify_head`
+    compares the result with the model's own logits.
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: an adapter on the head, or a head that is not one linear layer.
+        ValueError: a head that is not one linear layer on the backbone's states, an adapter on it
+            that is not LoRA, or logits that are made in a way that is not known.
     """
     inner = causal_lm(model)
     if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
@@ -92,23 +126,37 @@ def head_of(model: nn.Module) -> LanguageModelHead:
     name = type(inner).__name__
     if getattr(inner.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; a causal language model is needed")
-    head = _active_copy(inner.get_output_embeddings(), name)
-    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
-    backbone = inner.base_model
-    if not isinstance(weight, Tensor) or backbone is inner:
+    outer = inner.get_output_embeddings()
+    head: Any
+    head, adapter = unwrapped(outer, name)
+    backbone, between = _parts(inner, outer)
+    if type(head).forward is not nn.Linear.forward or backbone is inner or between:
+        more = f", and {', '.join(between)}" if between else ""
         raise ValueError(
-            f"the head of {name} ({type(head).__name__}) is not one linear layer on a backbone's "
-            "hidden states; give hidden states and weight to grpo_loss yourself"
+            f"the head of {name} ({type(head).__name__}{more}) is not one linear layer on a "
+            "backbone's hidden states; give hidden states and weight to grpo_loss yourself"
         )
-    text = inner.config.get_text_config(decoder=True)
-    softcap = getattr(text, "final_logit_softcapping", None)
-    return LanguageModelHead(
-        backbone,
-        weight,
-        bias,
-        _logit_scale(text, name),
-        None if softcap is None else float(softcap),
-    )
+    rules = logit_rules(inner, inner.config.get_text_config(decoder=True))
+    weight, bias = head.weight, head.bias
+    if adapter is not None:
+        bias = adapter.add_bias(bias)
+    if rules.vocab is not None and rules.vocab < weight.shape[0]:
+        weight, bias = weight[: rules.vocab], None if bias is None else bias[: rules.vocab]
+        adapter = None if adapter is None else replace(adapter, vocab=rules.vocab)
+    return LanguageModelHead(backbone, weight, bias, rules.scale, rules.softcap, adapter)
+
+
+def _parts(model: Any, head: nn.Module | None) -> tuple[nn.Module, list[str]]:
+    """(backbone, other children with parameters: they may stand between it and the head)."""
+    others = {
+        name: child
+        for name, child in model.named_children()
+        if child is not head and any(True for _ in child.parameters())
+    }
+    backbone = model.base_model
+    if backbone is model and len(others) == 1:  # Llama 4: its prefix names no attribute
+        backbone = next(iter(others.values()))
+    return backbone, [name for name, child in others.items() if child is not backbone]
 
 
 def add_head_forward(model: nn.Module) -> None:
@@ -117,6 +165,9 @@ def add_head_forward(model: nn.Module) -> None:
     `model(input_ids=..., attention_mask=..., head_fn=f)` runs the backbone and returns
     `f(hidden [B, L, H], head)` instead of logits; without `head_fn` nothing changes. `model` may be
     wrapped in PEFT; wrap it in DDP afterwards. Does nothing the second time.
+
+    A mixture of experts with `output_router_logits` (an argument or in its configuration) has its
+    load-balancing loss in `head.aux_loss`, which is the caller's to add.
     """
     model = causal_lm(model)
     head_of(model)  # raises now rather than in the first step
@@ -134,7 +185,16 @@ def add_head_forward(model: nn.Module) -> None:
             return original(self, *args, **kwargs)
         head = head_of(self)
         kwargs.setdefault("use_cache", False)
-        return head_fn(head.backbone(*args, **kwargs)[0], head)
+        routed = kwargs.get("output_router_logits")
+        if routed is None:
+            routed = getattr(self.config, "output_router_logits", False)
+        if routed:
+            kwargs["output_router_logits"] = True
+        outputs = head.backbone(*args, **kwargs)
+        if routed:
+            aux_loss = auxiliary_loss(self, outputs.router_logits, kwargs.get("attention_mask"))
+            head = replace(head, aux_loss=aux_loss)
+        return head_fn(outputs[0], head)
 
     forward.takes_head_fn = True  # type: ignore[attr-defined]
     # a bound method rather than a closure, so that a deep copy of the model runs its own backbone
@@ -142,61 +202,48 @@ def add_head_forward(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def verify_head(model: nn.Module) -> None:
+def verify_head(model: Any) -> None:
     """Compare the model's logits on a few tokens with those of `head_of(model)`.
 
-    A model may scale its logits by a rule that no configuration attribute tells.
+    Twice: as they are, and with the head's input scaled until logits are large, as those of a
+    trained model: a softcap hardly shows in the small logits of a random one.
 
     Raises:
-        ValueError: they differ.
+        ValueError: they differ, in their values or their number.
     """
     model = causal_lm(model)
     head = head_of(model)
     training = model.training
     model.eval()
-    ids = torch.arange(1, 5, device=head.weight.device)[None] % head.weight.shape[0]
-    expected = model(input_ids=ids, use_cache=False).logits.float()
-    got = head.logits(head.backbone(input_ids=ids, use_cache=False)[0]).float()
-    model.train(training)
-    scale = max(expected.abs().max().item(), 1e-6)
-    error = (got[..., : expected.shape[-1]] - expected).abs().max().item() / scale
+    try:
+        ids = torch.arange(1, 5, device=head.weight.device)[None] % head.weight.shape[0]
+        hidden = head.backbone(input_ids=ids, use_cache=False)[0]
+        largest = head.logits(hidden).abs().max().item()
+        for factor in (1.0, 100 / max(largest, 1e-6)):
+            with _scaled_input(model.get_output_embeddings(), factor):
+                expected = model(input_ids=ids, use_cache=False).logits.float()
+            _compare(type(model).__name__, head, head.logits(hidden * factor).float(), expected)
+    finally:
+        model.train(training)
+
+
+def _compare(name: str, head: LanguageModelHead, got: Tensor, expected: Tensor) -> None:
     bound = 1e-4 if head.weight.dtype in (torch.float32, torch.float64) else 5e-2
+    error = float("inf")
+    if got.shape == expected.shape:
+        error = (got - expected).abs().max().item() / max(expected.abs().max().item(), 1e-6)
     if not error <= bound:
         raise ValueError(
-            f"the head of {type(model).__name__} is not understood: its logits are not "
-            f"softcap((hidden @ weight.T + bias) * {head.logit_scale}), off by {error:.1e} of the "
-            "maximum"
+            f"the head of {name} is not understood: its logits {list(expected.shape)} are not "
+            f"softcap((hidden @ weight.T + bias) * {head.logit_scale}) {list(got.shape)}, off by "
+            f"{error:.1e} of the maximum"
         )
 
 
-def _active_copy(head: Any, name: str) -> Any:
-    """The head itself, or the copy that PEFT's `modules_to_save` trains in its place."""
-    if head is None:
-        raise ValueError(f"{name} has no output embeddings: it is not a causal language model")
-    if hasattr(head, "modules_to_save"):
-        adapter = getattr(head, "active_adapter", "default")
-        adapter = adapter[0] if isinstance(adapter, list) else adapter
-        disabled = getattr(head, "disable_adapters", False)
-        return head.original_module if disabled else head.modules_to_save[adapter]
-    if hasattr(head, "base_layer") or hasattr(head, "token_adapter"):
-        raise ValueError(
-            f"the head of {name} carries an adapter ({type(head).__name__}), which a loss on its "
-            "weight alone would ignore: leave lm_head out of target_modules, or train it in full "
-            "with modules_to_save"
-        )
-    return head
-
-
-def _logit_scale(config: Any, name: str) -> float:
-    """The factor on the logits. Each model family calls it differently, Granite divides."""
-    scale = 1.0
-    for key, power in (("logit_scale", 1), ("lm_head_multiplier", 1), ("logits_scaling", -1)):
-        value = getattr(config, key, None)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value:
-            raise ValueError(f"config.{key}={value!r} of {name} is not a number other than 0")
-        scale *= float(value) ** power
-    if not math.isfinite(scale):
-        raise ValueError(f"{name} scales its logits by {scale}")
-    return scale
+@contextmanager
+def _scaled_input(head: nn.Module, factor: float) -> Iterator[None]:
+    hook = head.register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()

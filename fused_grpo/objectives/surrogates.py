@@ -61,12 +61,15 @@ def vespo(t: TokenView, spec: LossSpec) -> Tensor:
     log_w = t.log_ratio.detach().clamp(-high, high)
     if t.weight is not None:
         log_w = log_w + t.weight.log().clamp(low, high)
-    log_w = t.sequence_sum(log_w).clamp(low, high)
+    return -vespo_gain(t, spec, t.sequence_sum(log_w).clamp(low, high)) * t.advantages * t.logps
+
+
+def vespo_gain(t: TokenView, spec: LossSpec, log_w: Tensor) -> Tensor:
+    """phi(w) at ln w [n], its shape and rate by the sign of A."""
     gains = t.advantages >= 0
     k = _by_sign(t, gains, spec.vespo_k_pos, spec.vespo_k_neg)
     rate = _by_sign(t, gains, spec.vespo_lambda_pos, spec.vespo_lambda_neg)
-    phi = (rate + k * log_w - rate * log_w.exp()).exp()
-    return -phi * t.advantages * t.logps
+    return (rate + k * log_w - rate * log_w.exp()).exp()
 
 
 def _by_sign(t: TokenView, gains: Tensor, positive: float, negative: float) -> Tensor:

@@ -27,6 +27,7 @@ class MicroBatch:
         input_ids, attention_mask: [B, P + T - 1]: nothing is predicted from the last token.
         completion_ids, completion_mask: [B, T], the mask true where a token counts in the loss.
         advantages: [B].
+        sequence_ids: [B] which rows of the process's generation these are.
         num_items, num_rows, num_nonempty: counted tokens, rows, and rows with counted tokens of the
             optimizer step, per process.
         old_logps, ref_logps: [B, T], or None where they are not needed.
@@ -40,6 +41,7 @@ class MicroBatch:
     completion_ids: Tensor
     completion_mask: Tensor
     advantages: Tensor
+    sequence_ids: Tensor
     num_items: Tensor | None = None
     num_rows: Tensor | None = None
     num_nonempty: Tensor | None = None
@@ -66,13 +68,8 @@ class MicroBatch:
         if self.reference is None:
             return {}
         hidden, head = self.reference
-        return {
-            "ref_hidden": hidden,
-            "ref_weight": head.weight,
-            "ref_bias": head.bias,
-            "ref_logit_scale": head.logit_scale,
-            "ref_softcap": head.softcap,
-        }
+        own = {f"ref_{name}": value for name, value in head.options.items()}
+        return {"ref_hidden": hidden, "ref_weight": head.weight} | own
 
     def model_inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """Keywords for the model's forward; positions count from the first token of the prompt."""
@@ -103,6 +100,7 @@ def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slic
         completion_ids=completion_ids,
         completion_mask=counted[rows, :length],
         advantages=advantages[rows],
+        sequence_ids=torch.arange(len(advantages), device=advantages.device)[rows],
         sampling_logps=None
         if sample.sampling_logps is None
         else sample.sampling_logps[rows, :length],
@@ -121,22 +119,27 @@ def grouped(prompts: Sequence[Any]) -> tuple[list[Any], int]:
 
 
 def loss_of(
-    batch: MicroBatch, args: GRPOConfig, entropy_coef: float | None = None
+    batch: MicroBatch, args: GRPOConfig, entropy_coef: float | None = None, step: int = 0
 ) -> Callable[[Tensor, LanguageModelHead], GRPOLossOutput]:
     """A `head_fn`: the share of `batch` in the loss of its optimizer step.
 
     The micro-batches of a step add up to the loss of one batch with all their rows, for every
     reduction but bnpo's, which is defined by the tokens of a micro-batch. `entropy_coef` replaces
-    that of `args`.
+    that of `args`; `step` is that of the optimizer.
     """
     options, spec = args.loss_options, args.loss_spec
     if entropy_coef is not None:
         options["entropy_coef"] = entropy_coef
+    options |= args.route_options(step)
+    if "backward" in options:
+        # numbers of their own for every process's rows
+        options["sequence_ids"] = batch.sequence_ids * args.world_size + args.process_index
     sums, share = _step_sums(batch, args)
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> GRPOLossOutput:
+        states = batch.predicting(hidden)
         out = grpo_loss(
-            batch.predicting(hidden),
+            states,
             head.weight,
             batch.completion_ids,
             batch.advantages,
@@ -148,12 +151,15 @@ def loss_of(
             temperature=args.temperature,
             **batch.reference_head(),
             **batch.support(args),
-            **head.options,
+            **head.arguments(states),
             **options,
             **sums,
         )
         if share != 1:
             out.loss = out.loss * share
+        if head.aux_loss is not None:  # of the micro-batch, whatever the reduction of the loss
+            out.loss = out.loss + head.aux_loss / args.gradient_accumulation_steps
+            out.metrics["aux_loss"] = head.aux_loss.detach()
         return out
 
     return head_fn
@@ -180,14 +186,15 @@ def logps_of(batch: MicroBatch, args: GRPOConfig) -> Callable[[Tensor, LanguageM
     targets = batch.completion_ids.masked_fill(~batch.completion_mask, IGNORE_INDEX)
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
+        states = batch.predicting(hidden)
         return linear_logprobs(
-            batch.predicting(hidden),
+            states,
             head.weight,
             targets,
             temperature=args.temperature,
             ignore_index=IGNORE_INDEX,
             **batch.support(args),
-            **head.options,
+            **head.arguments(states),
         ).logps
 
     return head_fn
@@ -199,13 +206,14 @@ def support_of(
     """A `head_fn`: [B, T, K] the ids that the sampler kept, -1 where a token does not count."""
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
+        states = batch.predicting(hidden)
         return linear_support(
-            batch.predicting(hidden),
+            states,
             head.weight,
             mask=batch.completion_mask,
             temperature=args.temperature,
             **args.sampler_support,
-            **head.options,
+            **head.arguments(states),
         )
 
     return head_fn

@@ -11,6 +11,7 @@ from fused_grpo.aggregation import Scheme, scheme_named
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.objectives import LossSpec
 from fused_grpo.objectives.registry import loss_type_row
+from fused_grpo.routed import check_route_options
 
 # set by the trainer, from the batches of an optimizer step
 FROM_BATCHES = ("num_items_in_batch", "num_sequences", "max_completion_length")
@@ -84,6 +85,21 @@ class LossArguments:
     veto_ratio_min: float | None = arg(None, "One token below rejects its sequence.")
     veto_ratio_max: float | None = arg(None, "One token above rejects its sequence.")
 
+    backward: str = arg("exact", "Gradients: 'exact', or 'routed' (docs/routed-backward.md).")
+    route_tau: float | None = arg(None, "Likelier entries are always kept (2^-12); 0 is exact.")
+    route_weight_grad: str = arg("routed", "The head's own gradient: 'routed' or 'exact'.")
+
+    def route_options(self, step: int) -> dict[str, Any]:
+        """Of `grpo_loss`, in an optimizer step: the noise follows from the seed and the step."""
+        if self.backward == "exact":
+            return {}
+        return {
+            "backward": self.backward,
+            "route_tau": self.route_tau,
+            "route_weight_grad": self.route_weight_grad,
+            "route_seed": (self.seed << 32) + step,  # type: ignore[attr-defined]
+        }
+
     @property
     def loss_options(self) -> dict[str, Any]:
         """The options of `grpo_loss` that stay the same in every step."""
@@ -129,6 +145,16 @@ class LossArguments:
         """TypeError or ValueError for options that do not fit."""
         spec = self.loss_spec
         self.adaptive_entropy()
+        check_route_options(
+            {
+                "backward": self.backward,
+                "route_tau": self.route_tau,
+                "route_weight_grad": self.route_weight_grad,
+            }
+        )
+        if self.backward == "routed" and (spec.head_kl or self.sampler_support):  # type: ignore[attr-defined]
+            option = f"kl_estimator={spec.kl_estimator!r}" if spec.head_kl else "keep_sampling_mask"
+            raise ValueError(f"backward='routed' does not know {option}: use 'exact'")
         if not self.use_adaptive_entropy:
             given = [n for n in _ADAPTIVE if getattr(self, n) != _ADAPTIVE[n]]
             if given:

@@ -128,6 +128,7 @@ class Sampler:
                 attention_mask=mask.long(),
                 generation_config=self._generation_config(greedy),
                 **cache,
+                **_without_router(model),
             )
         completion_ids = out[:, ids.shape[1] :]
         counted, ended = completion_mask(completion_ids, self.eos_ids)
@@ -204,6 +205,12 @@ def _only_own_options(model: nn.Module) -> Iterator[None]:
         inner.generation_config = saved
 
 
+def _without_router(model: nn.Module) -> dict[str, Any]:
+    """Keeps a mixture of experts from making its auxiliary loss of single tokens."""
+    routed = getattr(causal_lm(model).config, "output_router_logits", False)
+    return {"output_router_logits": False} if routed else {}
+
+
 def _shared_prefix(model: nn.Module, ids: Tensor, mask: Tensor, copies: int) -> dict[str, Any]:
     """A cache of each prompt but its last token, computed once for all copies.
 
@@ -216,11 +223,12 @@ def _shared_prefix(model: nn.Module, ids: Tensor, mask: Tensor, copies: int) -> 
     if ids.shape[1] < 2 or name not in known or not _keeps_keys_and_values(inner):
         return {}
     cache = DynamicCache(config=inner.config)
-    inputs = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1].long()}
+    inputs: dict[str, Any] = {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1].long()}
     if "position_ids" in known:
         inputs["position_ids"] = positions(mask[:, :-1])
     # the wrapper's forward, not the backbone's: hooks of adapters and of sharding live there
-    model(**inputs, use_cache=True, head_fn=lambda hidden, head: None, **{name: cache})
+    inputs |= {name: cache} | _without_router(model)
+    model(**inputs, use_cache=True, head_fn=lambda hidden, head: None)
     cache.batch_repeat_interleave(copies)
     return {name: cache}
 

@@ -201,7 +201,8 @@ class GRPOTrainer(Trainer):
         """The share of a `MicroBatch` in the loss of its optimizer step."""
         batch: MicroBatch = inputs
         control = self.entropy_control
-        head_fn = loss_of(batch, self.args, None if control is None else control.current)
+        coef = None if control is None else control.current
+        head_fn = loss_of(batch, self.args, coef, self.state.global_step)
         out: GRPOLossOutput = model(**batch.model_inputs(self.model), head_fn=head_fn)
         if batch.old_logps is None and self.args.num_iterations > 1:
             # the policy that sampled is that of this first pass: its log-probs are the old ones

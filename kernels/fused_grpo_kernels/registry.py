@@ -87,7 +87,7 @@ MODULES: tuple[str, ...] = (
 def kernel_cases(target: Target) -> Iterator[KernelCase]:
     """All compilations that a launch on `target` may need."""
     for name in MODULES:
-        yield from import_module(f"fused_grpo_kernels.{name}").cases(target)
+        yield from import_module(f"{__package__}.{name}").cases(target)
 
 
 def target_of(device: torch.device) -> Target:
