@@ -33,6 +33,7 @@ from fused_grpo.passes import (
 from fused_grpo.routed import Route
 from fused_grpo.tiles import Head
 from fused_grpo.triton_backend import (
+    Chunk,
     Kinds,
     Workspace,
     add_gradients,
@@ -106,33 +107,17 @@ def _forward(
     work = Workspace.allocate(count, min(_TILE, head.weight.shape[0]), tokens, head, stored)
     work.rows = rows
     for span in slices(len(tokens.index), count):
-        chunk, values = forward_chunk(tokens, needs.entropy, span, work)
         real = slice(span.start, min(span.stop, n))
-        here = torch.arange(span.start, span.stop, device=device) < n
+        chunk, values = forward_chunk(tokens, needs.entropy, span, work)
         values = select_rows(values, torch.arange(real.stop - real.start, device=device))
-        live, upstream = here, None
-        if coefficients is not None:
-            upstream = coefficients(real, values)
-            live = here & state.take(real, upstream, values, len(here))
-        tile, vocab = chunk.stats.tile, head.weight.shape[0]
-        kept, dense, numbers = selection.select(
-            chunk.stats,
-            chunk.per_row,
-            chunk.target,
-            keys[span],
-            live,
-            route.tau,
-            _DENSE_SHARE * chunk.stats.top.shape[0],
-            span.start,
-            state.run_pairs,
-        )
-        entries = (numbers[:, 0] * tile).clamp(max=vocab - 1)
-        numbers[:, 0] = torch.where(dense, float(vocab), entries)
-        routing[real] = numbers[: real.stop - real.start]
         result.write(real, values)
-        state.append(real, kept, dense, chunk.per_row, chunk.epilogue, tile)
+        live, upstream = torch.arange(span.start, span.stop, device=device) < n, None
+        if coefficients is not None:
+            upstream = _filled(coefficients(real, values), len(live))
+            live &= state.take(span, upstream, chunk.per_row.logps)
+        routing[real] = state.select(real, chunk, keys[span], live, head)
         if exact is not None and upstream is not None:
-            add_gradients(chunk, _filled(upstream, len(here)), work, exact, compact=True)
+            add_gradients(chunk, upstream, work, exact, compact=True)
 
 
 def _chunk_tokens(
@@ -196,32 +181,40 @@ class Pending:
         run = (chunk_bytes or GPU_CHUNK_BYTES) // 4 // (4 * width)
         return Pending(route, chunk_bytes, run, rows, factor, dense, g, e, exact, [])
 
-    def take(self, span: slice, upstream: Upstream, values: TokenValues, count: int) -> Tensor:
-        """Notes dL/dlogp and dL/dentropy; [count] whether the tokens of the span send something
-        back."""
-        self.g[span] = upstream.logps
+    def take(self, span: slice, upstream: Upstream, logps: Tensor) -> Tensor:
+        """Notes dL/dlogp and dL/dentropy [c]; returns which tokens send something back."""
+        count = len(self.g[span])
+        self.g[span] = upstream.logps[:count]
         if upstream.entropy is not None:
-            self.e[span], self.has_e = upstream.entropy, True
-        live = live_tokens(upstream.logps, upstream.entropy, values.logps)
-        return torch.cat([live, live.new_zeros(count - len(live))])
+            self.e[span], self.has_e = upstream.entropy[:count], True
+        return live_tokens(upstream.logps, upstream.entropy, logps)
 
-    def append(
-        self,
-        span: slice,
-        pairs: selection.Pairs,
-        dense: Tensor,
-        rows: RowStats,
-        epilogue: Epilogue,
-        tile: int,
-    ) -> None:
-        count = span.stop - span.start
+    def select(self, span: slice, chunk: Chunk, keys: Tensor, live: Tensor, head: Head) -> Tensor:
+        """Adds the pairs that are kept of a chunk, whose rows beyond `span` only fill it; returns
+        `HeadResult.routing`."""
+        count, tile = span.stop - span.start, chunk.stats.tile
+        pairs, dense, routing = selection.select(
+            chunk.stats,
+            chunk.per_row,
+            chunk.target,
+            keys,
+            live,
+            self.route.tau,
+            _DENSE_SHARE * chunk.stats.top.shape[0],
+            span.start,
+            self.run_pairs,
+        )
         for name, mine in vars(self.rows).items():
             if mine is not None:
-                mine[span] = getattr(rows, name)[:count]
-        self.factor[span] = epilogue.factor[:count]
+                mine[span] = getattr(chunk.per_row, name)[:count]
+        self.factor[span] = chunk.epilogue.factor[:count]
         self.dense[span] = dense[:count]
         self.parts.append(pairs)
         self.tile = tile
+        vocab = head.weight.shape[0]
+        entries = (routing[:, 0] * tile).clamp(max=vocab - 1)
+        routing[:, 0] = torch.where(dense, float(vocab), entries)
+        return routing[:count]
 
     def gradients(
         self, tokens: Tokens, head: Head, needs: Needs, values: TokenValues, upstream: Upstream
@@ -285,46 +278,33 @@ class Pending:
         epilogue = Epilogue(bias, self.factor, inner, head.softcap is not None)
         dz = torch.empty(len(token), self.tile, dtype=kinds.grads, device=token.device)
         block = kernels.pair_block(target_of(token.device))
-        wants_bias, sums, tiles_of_sums = result.bias_grad is not None, [], []
-        start = 0
+        start, sums, tiles_of_sums = 0, [], []
         for m, first_token, count in runs:
-            if m == 0:
-                continue
             run = slice(start, start + m)
             items = kernels.Items.of(tile[run], start, operands.tiles, block)
             of_tokens = (tokens.target, self.rows, epilogue, g, e)
             more = kernels.pair_gradients(
-                operands, index, token, value, items, *of_tokens, dz, wants_bias
+                operands, index, token, value, items, *of_tokens, dz, result.bias_grad is not None
             )
             if more is not None:
                 sums.append(more)
                 tiles_of_sums.append(items.tile)
             if result.hidden_grad is not None:
-                kernels.add_up_hidden(
-                    operands,
-                    dz,
-                    items,
-                    start,
-                    token[run],
-                    first_token,
-                    count,
-                    tokens.index,
-                    result.hidden_grad,
-                )
+                where = (start, token[run], first_token, count, tokens.index)
+                kernels.add_up_hidden(operands, dz, items, *where, result.hidden_grad)
             start += m
         if result.bias_grad is not None and sums:
             result.bias_grad += kernels.bias_gradient(
                 operands, torch.cat(sums), torch.cat(tiles_of_sums)
             )
-        if not needs.weight_grad:
-            return
-        by_tile, order = tile.sort(stable=True)
-        bounds = kernels.tile_bounds(by_tile, operands.tiles)
-        same = tokens.hidden.dtype == head.weight.dtype and not bool(self.dense.any())
-        dtype = head.weight.dtype if same else torch.float32
-        result.weight_grad = torch.empty(head.weight.shape, dtype=dtype, device=dz.device)
-        at = index[token[order].long()]
-        kernels.weight_gradient(operands, dz, at, order, bounds, result.weight_grad)
+        if needs.weight_grad:
+            same = tokens.hidden.dtype == head.weight.dtype and not bool(self.dense.any())
+            dtype = head.weight.dtype if same else torch.float32
+            result.weight_grad = torch.empty(head.weight.shape, dtype=dtype, device=dz.device)
+            by_tile, order = tile.sort(stable=True)
+            bounds = kernels.tile_bounds(by_tile, operands.tiles)
+            at = index[token[order].long()]
+            kernels.weight_gradient(operands, dz, at, order, bounds, result.weight_grad)
 
     def _pairs_of(self, live: Tensor) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int, int]]]:
         """(token, tile, value, runs) of the tokens that send something back."""
@@ -334,12 +314,12 @@ class Pending:
         )
         runs = [run for part in self.parts for run in part.runs]
         kept = live.index_select(0, token).nonzero().squeeze(1)
-        if len(kept) == len(token):
-            return token, tile, value, runs
-        ends = torch.tensor([m for m, _, _ in runs], device=token.device).cumsum(0)
-        counts = torch.searchsorted(kept, ends).diff(prepend=ends.new_zeros(1)).tolist()
-        runs = [(m, *rest) for m, (_, *rest) in zip(counts, runs, strict=True)]
-        return token[kept], tile[kept], value[kept], runs
+        if len(kept) < len(token):
+            ends = torch.tensor([m for m, _, _ in runs], device=token.device).cumsum(0)
+            counts = torch.searchsorted(kept, ends).diff(prepend=ends.new_zeros(1)).tolist()
+            runs = [(m, *rest) for m, (_, *rest) in zip(counts, runs, strict=True)]
+            token, tile, value = token[kept], tile[kept], value[kept]
+        return token, tile, value, [run for run in runs if run[0]]
 
 
 def _states(tokens: Tokens, kinds: Kinds) -> tuple[Tensor, Tensor]:
