@@ -40,7 +40,7 @@ Divisor = Callable[[TokenBatch, Divisors], "float | Tensor"]
 def _group_tokens(batch: TokenBatch, _: Divisors) -> Tensor:
     """[n] counted tokens of the token's group."""
     groups, _count = _groups(batch)
-    totals = torch.zeros_like(batch.lengths).index_add(0, groups, batch.lengths)
+    totals = torch.zeros_like(batch.lengths).index_add(0, groups, batch.whole_lengths)
     return totals[groups][batch.sequence]
 
 
@@ -54,17 +54,17 @@ def _groups(batch: TokenBatch) -> tuple[Tensor, int]:
 # divisor of a token, [n] or a number
 PER: dict[str, Divisor] = {
     "token": lambda batch, given: 1.0,
-    "sequence": lambda batch, given: batch.lengths[batch.sequence].clamp_min(1),
+    "sequence": lambda batch, given: batch.whole_lengths[batch.sequence].clamp_min(1),
     "group": _group_tokens,
     "fixed": lambda batch, given: _known(given.max_completion_length, 1),
 }
 # divisor of the batch, a number
 OVER: dict[str, Divisor] = {
     "nothing": lambda batch, given: 1.0,
-    "local_tokens": lambda batch, given: batch.count,
-    "tokens": lambda batch, given: _known(given.num_items_in_batch, batch.count),
+    "local_tokens": lambda batch, given: batch.whole_count,
+    "tokens": lambda batch, given: _known(given.num_items_in_batch, batch.whole_count),
     "sequences": lambda batch, given: _known(given.num_sequences, batch.lengths.numel()),
-    "nonempty": lambda batch, given: _known(given.num_sequences, (batch.lengths > 0).sum()),
+    "nonempty": lambda batch, given: _known(given.num_sequences, (batch.whole_lengths > 0).sum()),
     "groups": lambda batch, given: _groups(batch)[1],
 }
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fused_grpo.checks import check_tensor
+from fused_grpo.groups import sum_over_ranks
+from fused_grpo.ratios import Sequences
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,31 @@ class TokenBatch:
     shape: torch.Size  # of the caller's ids
     sampler: Tensor | None = None  # [n] log-probs as the sampler reported them, NaN where unknown
     token_weights: Tensor | None = None  # [n] the caller's w_t, in the place of a scheme's
+    entropy_scale: Tensor | None = None  # [n] factors on the tokens' entropy bonus
     group_ids: Tensor | None = None  # [S] int64, which prompt or rollout a sequence belongs to
     keep: Tensor | None = None  # [n] bool, false where a correction rejects a token
     # With a fixed capacity every position is a token, and zeros stand where it does not count.
     counted: Tensor | None = None  # [n] bool; None: all
     spans: Tensor | None = None  # [S] int64, tokens of each sequence, counted or not
+    # Where ranks hold parts of the same sequences:
+    group: ProcessGroup | None = None
+    totals: Tensor | None = None  # [S] int64, counted tokens of each sequence on all ranks
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where the sequences stand in vectors [n]."""
+        here = self.lengths if self.spans is None else self.spans
+        return Sequences(self.sequence, here, self.whole_lengths, self.group)
+
+    @property
+    def whole_lengths(self) -> Tensor:
+        """[S] int64, counted tokens of each sequence, wherever they are."""
+        return self.lengths if self.totals is None else self.totals
+
+    @property
+    def whole_count(self) -> int | Tensor:
+        """How many tokens of these sequences count, wherever they are."""
+        return self.count if self.totals is None else self.totals.sum()
 
     @property
     def count(self) -> int | Tensor:
@@ -55,7 +81,7 @@ class TokenBatch:
         return flat.index_copy(0, self.index, self.select(values)).view(self.shape)
 
 
-_NOT_PER_TOKEN = ("lengths", "shape", "group_ids", "spans")
+_NOT_PER_TOKEN = ("lengths", "shape", "group_ids", "spans", "group", "totals")
 
 
 def make_batch(
@@ -68,17 +94,19 @@ def make_batch(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dtype: torch.dtype,
     compact: bool = True,
+    group: ProcessGroup | None = None,
 ) -> TokenBatch:
     """Checks shapes, dtypes and devices, then selects the counted tokens.
 
     `tokens` are the completion's ids, or anything else in their layout: [B, T], or [N] or [1, N]
     with `cu_seqlens` [S + 1]. `dtype` is that of all per-token floats (fp32, or fp64 for fp64
-    hidden states). Without `compact` every position becomes a token, so that shapes do not depend
-    on the mask and the host never waits.
+    hidden states). The ranks of `group` hold parts of the same sequences. Without `compact` every
+    position becomes a token, so that shapes do not depend on the mask and the host never waits.
     """
     ids_shape, device = tokens.shape, tokens.device
     num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device, check=compact)
@@ -96,6 +124,7 @@ def make_batch(
 
     flat_advantages = floats("advantages", advantages, per_sequence=True)
     assert flat_advantages is not None
+    lengths = _lengths(sequence, counted, num_sequences)
     batch = TokenBatch(
         index=index,
         target=pick(tokens.detach().reshape(-1)).long(),
@@ -104,11 +133,14 @@ def make_batch(
         old=floats("old_per_token_logps", old_per_token_logps),
         ref=floats("ref_per_token_logps", ref_per_token_logps),
         weight_is=floats("importance_sampling_ratio", importance_sampling_ratio, per_sequence=True),
-        lengths=_lengths(sequence, counted, num_sequences),
+        lengths=lengths,
         shape=ids_shape,
         sampler=floats("sampling_per_token_logps", sampling_per_token_logps),
         token_weights=floats("token_weights", token_weights),
+        entropy_scale=floats("entropy_scale", entropy_scale, per_sequence=True),
         group_ids=_group_ids(group_ids, num_sequences, device),
+        group=group,
+        totals=None if group is None else sum_over_ranks(lengths, group),
     )
     if compact:
         return batch

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_grpo.backends import CHUNKED, Backend
 from fused_grpo.checks import check_head, check_number, check_targets, check_tensor
+from fused_grpo.groups import VocabShard
 from fused_grpo.ops import HeadCall, LogprobsFunction, ReferenceCall
 from fused_grpo.passes import Needs, TokenValues
 from fused_grpo.routed import Route
@@ -37,6 +38,7 @@ def make_call(
     reference: dict[str, Any] | None = None,
     backend: Backend = CHUNKED,
     counted: Tensor | None = None,
+    shard: VocabShard | None = None,
     route: Route | None = None,
 ) -> HeadCall:
     """`name` and `shape` are those of the ids that hold the targets [n] at `index`; with `counted`
@@ -45,7 +47,7 @@ def make_call(
     Whatever is out of range at a counted token raises here, or poisons its results with NaN where
     raising would make a GPU wait.
     """
-    vocab = weight.shape[0]
+    vocab = weight.shape[0] if shard is None else shard.vocab
     given = flat_temperature("temperature", temperature, shape, index, hidden.device, counted)
     target, flat = check_targets(name, target, given, vocab, check)
     kept, bad = make_support(support or {}, shape, index, vocab, check)
@@ -61,6 +63,7 @@ def make_call(
         kept,
         backend=backend,
         counted=counted,
+        shard=shard,
         route=route,
     )
     if reference is None:
@@ -176,17 +179,19 @@ def token_values(
     entropy: bool,
     lora_hidden: Tensor | None = None,
     lora_weight: Tensor | None = None,
+    statistics: bool = False,
 ) -> TokenValues:
     """[n] values of the counted tokens; log-probabilities, entropies and KL are differentiable."""
     hidden = _two_or_three(hidden)
     lora_hidden = None if lora_hidden is None else _two_or_three(lora_hidden)
     leaves = (hidden, weight, bias, lora_hidden, lora_weight)
+    call = replace(call, statistics=statistics)
     if torch.is_grad_enabled():
         reference = call.reference_tensors
-        logps, h, kl, ref, size, outside = LogprobsFunction.apply(
+        logps, h, kl, ref, size, outside, more = LogprobsFunction.apply(
             *leaves, call, entropy, *reference
         )
-        return TokenValues(logps, h, ref, kl, size, outside)
+        return TokenValues(logps, h, ref, kl, size, outside, more)
     tokens, head = call.bind(*leaves)
-    needs = Needs(entropy=entropy)
+    needs = Needs(entropy=entropy, statistics=statistics)
     return call.head_pass(tokens, head, needs, None, call.bind_reference())

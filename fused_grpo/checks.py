@@ -59,14 +59,16 @@ def check_head(
     check_tensor(f"{prefix}weight", weight, hidden.device, floating=True)
     if type(weight).__name__ == "DTensor" or type(hidden).__name__ == "DTensor":
         raise ValueError(
-            f"{prefix}hidden and {prefix}weight must be plain tensors, not DTensors: "
-            "pass weight.full_tensor(), or "
-            "call the loss inside the module's forward, where FSDP has gathered the weight"
+            f"{prefix}hidden and {prefix}weight must be plain tensors, not DTensors: call the loss "
+            "inside the module's forward, where FSDP has gathered the weight, or pass "
+            f"fused_grpo.distributed.full_weight({prefix}weight); where the mesh shards the "
+            "vocabulary of a tensor-parallel head, pass weight.to_local() and process_group="
         )
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"{prefix}weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a "
-            "shard of FSDP or ZeRO-3: gather it first"
+            "shard of FSDP or ZeRO-3: gather it first, one of ZeRO-3 with "
+            "fused_grpo.distributed.full_weight"
         )
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = ""

@@ -39,6 +39,7 @@ from fused_grpo.passes import (
     Tokens,
     TokenValues,
 )
+from fused_grpo.statistics import STATISTICS, WatchedTiles
 from fused_grpo.tiles import (
     Head,
     LogitTiles,
@@ -49,6 +50,7 @@ from fused_grpo.tiles import (
     row_statistics,
     tile_softmax,
 )
+from fused_grpo.vocab_parallel import shard_statistics
 from fused_grpo.workspace import Workspace, plan_pass
 
 _REDONE = 32  # rows at a time that `exponentials` leaves: their tiles need memory of their own
@@ -71,7 +73,8 @@ def head_pass(
     Matmul work: 2NHV without coefficients, 6NHV with both gradients, 4NHV with one of them, and
     2NH_rV for a reference.
     """
-    needs = needs if coefficients is not None else Needs(entropy=needs.entropy)
+    if coefficients is None:
+        needs = Needs(entropy=needs.entropy, statistics=needs.statistics)
     result = empty_result(tokens, head, needs, reference)
     plan = plan_pass(tokens, head, needs, chunk_bytes, reference)
     work = Workspace.allocate(plan, tokens, head, needs, reference)
@@ -114,6 +117,9 @@ def empty_result(
         kl=values(reference is not None and reference.kl),
         support_size=values(tokens.support is not None, torch.int64),
         outside=values(tokens.support is not None, torch.bool),
+        statistics=torch.empty(n, len(STATISTICS), dtype=dtype, device=hidden.device)
+        if needs.statistics
+        else None,
         hidden_grad=zeros(hidden, needs.hidden_grad, hidden.dtype),
         # written by the first chunk that has a share in it
         weight_grad=torch.empty_like(head.weight, dtype=dtype) if needs.weight_grad else None,
@@ -134,12 +140,16 @@ def forward_chunk(
     reference: Reference | None,
 ) -> tuple[Chunk, TokenValues]:
     """A chunk up to its values; fills the buffers of `work`."""
-    rows, target, lora_rows = tokens.rows(span), tokens.target[span], tokens.lora_rows(span)
+    rows, lora_rows = tokens.rows(span), tokens.lora_rows(span)
+    target = head.local(tokens.target[span])
     temperature = tokens.temperatures(span, compute_dtype(rows, head.weight))
     work = work.rows(len(rows))
     logits = LogitTiles(rows, temperature, head, work.weight_tile, lora_rows)
     beside = None if reference is None else _reference_tiles(reference, span, work)
-    plain = tokens.support is None and beside is None
+    watched = None
+    if needs.statistics:
+        logits = watched = WatchedTiles(logits, target)
+    plain = tokens.support is None and beside is None and watched is None and head.shard is None
     within = None
     if plain and applies(rows, head, tokens.temperature, needs.entropy):
         sums = _exponentials(logits, rows, target, work)
@@ -156,8 +166,10 @@ def forward_chunk(
             work.groups,
             work.logits,
         )
-    stats = row_statistics(sums)
+    stats = row_statistics(sums) if head.shard is None else shard_statistics(sums, head.shard)
     values, divergence = TokenValues(stats.logps, stats.entropy), None
+    if watched is not None:
+        values.statistics = watched.statistics
     if within is not None:
         values = replace(
             values, support_size=within.size, outside=within.lacks(target, sums.z_target)

@@ -28,6 +28,7 @@ _LOSS_TENSORS = (
     "ref_per_token_logps",
     "importance_sampling_ratio",
     "token_weights",
+    "entropy_scale",
     "group_ids",
     "ref_hidden",
     "ref_weight",
@@ -42,6 +43,7 @@ _LOSS_TENSORS = (
 )
 _LOGPROBS_TENSORS = ("temperature", *_SUPPORT_TENSORS, "sequence_ids")
 _LORA = ("lora_hidden", "lora_weight")
+_GROUPS = ("process_group", "sequence_group")
 _NONE = (0,)  # the shape of a result that was not asked for
 
 
@@ -280,7 +282,7 @@ def loss(
     """`grpo_loss` under the compiler: (loss, per-token losses, logps, entropy, metrics)."""
     given = {name: x for name, x in options.items() if x is not None}
     _refuse("grpo_loss", given, "sampling_per_token_logps", "sampling_correction", "rejection")
-    _refuse("grpo_loss", given, *_LORA)
+    _refuse("grpo_loss", given, *_LORA, *_GROUPS)
     tensors, lines = _split(given, _LOSS_TENSORS)
     apart = options["reduction"] != "none"
     formed = apart and torch.is_grad_enabled()
@@ -397,7 +399,7 @@ def logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_logprobs` under the compiler: (logps, entropy)."""
     options = {name: x for name, x in options.items() if x is not None}
-    _refuse("linear_logprobs", options, *_LORA)
+    _refuse("linear_logprobs", options, *_LORA, *_GROUPS)
     tensors, lines = _split(options, _LOGPROBS_TENSORS)
     needs = [x is not None and x.requires_grad for x in (hidden, weight, bias)]
     logps, entropy = _logprobs(hidden, weight, bias, targets, tensors, lines, needs)

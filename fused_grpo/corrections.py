@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_grpo.batch import TokenBatch, make_batch
 from fused_grpo.checks import check_choice, check_number
 from fused_grpo.kl import k1, k2, k3
-from fused_grpo.ratios import LEVELS, clamp_log_ratio, per_sequence
+from fused_grpo.ratios import LEVELS, clamp_log_ratio
 
 if TYPE_CHECKING:
     from fused_grpo.objectives.spec import LossSpec
@@ -132,7 +132,7 @@ def _weights(d: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
     chosen = CORRECTIONS.get(spec.sampling_correction or "")
     if chosen is None:
         return None
-    at_level = LEVELS[chosen.level](d, batch.sequence, batch.lengths)
+    at_level = LEVELS[chosen.level](d, batch.sequences)
     ratio = clamp_log_ratio(at_level, spec.log_ratio_clamp).exp()
     low = spec.sampling_ratio_min or 0.0
     high = DEFAULT_RATIO_MAX if spec.sampling_ratio_max is None else spec.sampling_ratio_max
@@ -152,7 +152,7 @@ def _keep(d: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
     high = math.log(spec.veto_ratio_max) if spec.veto_ratio_max else math.inf
     if math.isfinite(low) or math.isfinite(high):
         outliers = ((d < low) | (d > high)).to(d.dtype)
-        keep &= (per_sequence(outliers, batch.lengths) == 0)[batch.sequence]
+        keep &= (batch.sequences.total(outliers) == 0)[batch.sequence]
     return keep
 
 
@@ -161,10 +161,10 @@ def _beyond(name: str, bound: object, d: Tensor, batch: TokenBatch) -> Tensor:
     level, _, divergence = name.rpartition("_")
     values = DIVERGENCES[divergence](d)
     if level == "seq_max":
-        values = per_sequence(values, batch.lengths, "max")[batch.sequence]
+        values = batch.sequences.total(values, "max")[batch.sequence]
     else:
         at_level = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence"}[level]
-        values = LEVELS[at_level](values, batch.sequence, batch.lengths)
+        values = LEVELS[at_level](values, batch.sequences)
     if divergence == "k1":  # bounds of the ratio sampler / policy: k1 is its logarithm
         low, high = _ratio_bounds(name, bound)
         return (values < math.log(low)) | (values > math.log(high))
@@ -180,8 +180,8 @@ def statistics(policy: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
     sampler) and "log_ppl_diff|_abs|_max|_min". Exponents are kept within +-20.
     """
     d = log_ratio(policy, batch)
-    bounded, lengths = d.clamp(-20, 20), batch.lengths
-    present = lengths > 0
+    bounded, over = d.clamp(-20, 20), batch.sequences
+    present = over.lengths > 0
     tokens, sequences = max(d.numel(), 1), present.sum().clamp_min(1)
 
     def token_mean(x: Tensor) -> Tensor:
@@ -194,14 +194,12 @@ def statistics(policy: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
         return x.new_zeros(()) if empty else torch.where(present, x, torch.inf).amin()
 
     empty = d.numel() == 0
-    gap = per_sequence(-d, lengths) / lengths.clamp_min(1)
-    log_ppl = per_sequence(-policy.detach(), lengths) / lengths.clamp_min(1)
+    gap, log_ppl = over.mean(-d), over.mean(-policy.detach())
     return {
         "kl": token_mean(-d),
         "k3": token_mean(k3(bounded)),
         "chi2_token": token_mean((2 * bounded).exp()) - (0 if empty else 1),
-        "chi2_seq": sequence_mean((2 * per_sequence(d, lengths).clamp(-20, 20)).exp())
-        - (0 if empty else 1),
+        "chi2_seq": sequence_mean((2 * over.total(d).clamp(-20, 20)).exp()) - (0 if empty else 1),
         "logp_difference/mean": token_mean(d.abs()),
         "logp_difference/max": d.new_zeros(()) if empty else d.abs().amax(),
         "policy_ppl": sequence_mean(log_ppl.exp()),

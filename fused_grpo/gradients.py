@@ -18,6 +18,7 @@ from fused_grpo.tiles import (
     compute_dtype,
     entropy_term,
     row_blocks,
+    rows_in_tile,
 )
 
 
@@ -84,11 +85,22 @@ def add_gradients(
     for more in (upstream.entropy, upstream.kl):
         live = live if more is None else live | (more != 0)
     kept = live.nonzero().squeeze(1)
+    index, dh = chunk.index, None
     if kept.numel() < live.numel():
         chunk, upstream = chunk.select(kept), select_rows(upstream, kept)
     if kept.numel() > 0:
         shares = _shares(chunk, upstream, head)
-        _accumulate(chunk, shares, head, tile, weight_tile, result)
+        dh = _accumulate(chunk, shares, head, tile, weight_tile, result)
+    if result.hidden_grad is None:
+        return
+    flat = result.hidden_grad.view(-1, chunk.rows.shape[1])
+    if head.shard is not None:  # of all tokens: the ranks' sums have one shape, come what may
+        if dh is None or kept.numel() < index.numel():
+            whole = chunk.stats.logps.new_zeros(index.numel(), flat.shape[1])
+            dh = whole if dh is None else whole.index_copy_(0, kept, dh)
+        flat[index] = head.shard.sum(dh).to(flat.dtype)
+    elif dh is not None:
+        flat[chunk.index] = dh.to(flat.dtype)
 
 
 @dataclass
@@ -159,8 +171,8 @@ def _accumulate(
     tile: int,
     weight_tile: Callable[[slice], Tensor],
     result: HeadResult,
-) -> None:
-    """The products, with sums in fp32 (fp64) whatever the operands."""
+) -> Tensor | None:
+    """The products, with sums in fp32 (fp64) whatever the operands; returns dh [c, H]."""
     rows, target, exps = chunk.rows, chunk.target, chunk.exps
     assert exps is not None
     weight, dtype = head.weight, shares.scale.dtype
@@ -187,18 +199,25 @@ def _accumulate(
             if scaled is None or not one_softmax:
                 scaled = (x * scale).to(product)
             _add_product(result.weight_grad[v], dz.T, scaled, result.weight_grad_written)
-    if dh is not None and result.hidden_grad is not None:
-        dh = dh.mul_(shares.scale) if one_softmax else dh
-        dh.addcmul_(weight[target].to(dtype), at_target)
-        flat = result.hidden_grad.view(-1, rows.shape[1])
-        flat[chunk.index] = dh.to(flat.dtype)
+    if dh is not None and one_softmax:
+        dh.mul_(shares.scale)
     if result.weight_grad is not None:
         result.weight_grad_written = True
+    if head.shard is None:
+        if dh is not None:
+            dh.addcmul_(weight[target].to(dtype), at_target)
+    else:  # only the targets whose rows are here
+        here = rows_in_tile(target, weight.shape[0])
+        target, at_target, x = target[here], at_target[here], x[here]
+        if dh is not None:
+            dh[here] += weight[target].to(dtype) * at_target
+    if result.weight_grad is not None:
         add_rows(result.weight_grad, target, x * at_target)
     if result.bias_grad is not None:
-        add_rows(result.bias_grad, target, shares.target)
+        add_rows(result.bias_grad, target, at_target[:, 0])
     if lora is not None:
         lora.finish(chunk, at_target)
+    return dh
 
 
 @dataclass

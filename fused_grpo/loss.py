@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 from typing_extensions import Unpack
 
 from fused_grpo import compiled, routed
@@ -17,8 +18,14 @@ from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import ADAPTER, SAME, joined, make_call, token_values
 from fused_grpo.checks import check_choice, check_head, check_lora, check_tensor
 from fused_grpo.corrections import prepare
+from fused_grpo.groups import join_sequences, join_vocab
 from fused_grpo.objectives import LossSpec, metrics, token_terms
-from fused_grpo.objectives.inputs import check_reference, check_tensors, entropy_option
+from fused_grpo.objectives.inputs import (
+    check_groups,
+    check_reference,
+    check_tensors,
+    entropy_option,
+)
 from fused_grpo.objectives.options import LossOptions
 from fused_grpo.ops import FusedLossFunction
 from fused_grpo.passes import TokenValues
@@ -28,13 +35,18 @@ from fused_grpo.reference import (
     reference_logprobs,
     reference_loss,
     reference_policy_loss,
+    reference_statistics,
     reference_support_of,
     token_losses,
 )
 from fused_grpo.routed import Route, RouteOptions
+from fused_grpo.statistics import check_outputs, named
 from fused_grpo.support import SupportOptions
 from fused_grpo.tiles import compute_dtype
 from fused_grpo.triton_policy import fixed_capacity, make_objective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -42,13 +54,18 @@ class LinearLogprobs:
     """Results of `linear_logprobs`, in the shape of `targets`; fp32, or fp64 for fp64 inputs.
 
     With a sampling support also the number of entries that are kept, and whether the target is
-    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`.
+    outside, both by the same definition as `support/...` among the metrics of `grpo_loss`. The last
+    four are the `outputs` that were asked for, constants (`is_top1` boolean).
     """
 
     logps: Tensor
     entropy: Tensor | None = None
     support_size: Tensor | None = None
     target_outside: Tensor | None = None
+    lse: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
 
 
 @dataclass
@@ -68,6 +85,11 @@ class GRPOLossOutput:
     per_token_logps: Tensor
     entropy: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+# FSDP looks for tensors in what a module returns: those that a backward starts from gather weights
+for _output_class in (LinearLogprobs, GRPOLossOutput):
+    register_dataclass(_output_class)
 
 
 class LogprobsOptions(SupportOptions, RouteOptions, total=False):
@@ -90,11 +112,13 @@ def linear_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    outputs: Sequence[str] = (),
     ignore_index: int = -100,
     backend: str = "auto",
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
     compact: bool | None = None,
+    process_group: ProcessGroup | None = None,
     **options: Unpack[LogprobsOptions],
 ) -> LinearLogprobs:
     """Log-probabilities (and entropies) of a linear head, without its logits ever being held.
@@ -119,6 +143,9 @@ def linear_logprobs(
         logit_scale: multiplies the logits before the softcap.
         softcap: c of c tanh(z / c), > 0.
         entropy: also return the entropies (nats), differentiable.
+        outputs: more results by name, without gradients: "lse", logsumexp(z); "log_sum_sq_probs",
+            log sum_v p_v^2; "mean_logits", the mean of z; "is_top1", whether the target is the
+            likeliest entry, the first of equals. Not by triton, nor with a support.
         backend: "triton" (kernels, for CUDA and ROCm; on a CPU only where TRITON_INTERPRET=1 was
             set before triton was imported), "chunked" (torch, a chunk of tokens at a time),
             "reference" (full logits, autograd), or "auto": triton on GPUs, else chunked.
@@ -129,6 +156,11 @@ def linear_logprobs(
         compact: leave out tokens that do not count or send nothing back; the host then waits for
             their number. False (triton only): never, shapes are fixed, and such tokens cost as much
             as others. None: True, but for the capture of a CUDA graph.
+        process_group: the ranks that share the vocabulary: each gives its rows [V_r, H] of the
+            weight and [V_r] of the bias, in the order of the ranks, any V_r >= 1, and all give the
+            same hidden states and the same targets, which are ids in [0, sum V_r). All get the same
+            results to the last bit, the whole gradient of `hidden`, and their rows' of the weight.
+            Forward and backward are collectives. See docs/integrations.md.
         support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
             support_ids: normalise over the entries that a sampler could have drawn, see
             `support.SupportOptions`. The support is a constant; a target outside of it counts as
@@ -145,6 +177,8 @@ def linear_logprobs(
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
     if torch.compiler.is_compiling():
+        if outputs:
+            raise ValueError(f"outputs={outputs!r} is not known under torch.compile")
         settings = {
             "temperature": temperature,
             "logit_scale": logit_scale,
@@ -157,9 +191,20 @@ def linear_logprobs(
             "compact": compact,
             "lora_hidden": lora_hidden,
             "lora_weight": lora_weight,
+            "process_group": process_group,
             **options,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
+    shard = join_vocab(
+        process_group,
+        hidden,
+        weight,
+        bias,
+        ignore_index,
+        {"targets": targets, "temperature": temperature, "logit_scale": logit_scale}
+        | {"softcap": softcap, "entropy": entropy}
+        | {"backend": backend, "chunk_bytes": chunk_bytes, "options": sorted(options)},
+    )
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_lora(hidden, weight, lora_hidden, lora_weight)
@@ -170,7 +215,15 @@ def linear_logprobs(
             "the leading dimensions must be the same"
         )
     support, routing = _split(_known(options, LogprobsOptions.__annotations__), SupportOptions)
-    head_backend = choose(backend, hidden, weight, _wants(support, adapter=lora_weight))
+    outputs = check_outputs(outputs)
+    if outputs and support:
+        raise ValueError(f"outputs={outputs!r} is not known with {', '.join(support)}")
+    check_groups(
+        process_group, None, backend, support, routing=routing, apart=(lora_weight, outputs)
+    )
+    wants = _wants(support, adapter=lora_weight) or ("outputs" if outputs else None)
+    wants = wants or _group(process_group=process_group)
+    head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     flat = targets.reshape(-1)
     counted = flat != ignore_index
@@ -192,6 +245,7 @@ def linear_logprobs(
         support=support,
         backend=head_backend,
         counted=None if compact else counted,
+        shard=shard,
         route=route,
     )
     if backend == "reference":
@@ -205,10 +259,16 @@ def linear_logprobs(
         }
         hidden, weight = joined(hidden, weight, lora_hidden, lora_weight)
         logps, h = reference_logprobs(hidden, weight, targets, entropy=entropy, **head)
+        if outputs:
+            return LinearLogprobs(
+                logps, h, **reference_statistics(hidden, weight, targets, outputs, **head)
+            )
         if call.support is None:
             return LinearLogprobs(logps, h)
         return LinearLogprobs(logps, h, *reference_support_of(hidden, weight, targets, **head))
-    values = token_values(hidden, weight, bias, call, entropy, lora_hidden, lora_weight)
+    values = token_values(
+        hidden, weight, bias, call, entropy, lora_hidden, lora_weight, bool(outputs)
+    )
 
     def to_layout(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -221,7 +281,8 @@ def linear_logprobs(
         to_layout, (values.logps, values.entropy, values.support_size, values.outside)
     )
     assert out is not None
-    return LinearLogprobs(out, *others)
+    found = {} if values.statistics is None else named(values.statistics, outputs)
+    return LinearLogprobs(out, *others, **{name: to_layout(x) for name, x in found.items()})
 
 
 def grpo_loss(
@@ -236,6 +297,7 @@ def grpo_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     bias: Tensor | None = None,
     lora_hidden: Tensor | None = None,
@@ -256,6 +318,8 @@ def grpo_loss(
     check_inputs: bool | None = None,
     chunk_bytes: int | None = None,
     compact: bool | None = None,
+    process_group: ProcessGroup | None = None,
+    sequence_group: ProcessGroup | None = None,
     **options: Unpack[GRPOOptions],
 ) -> GRPOLossOutput:
     """The GRPO loss of a linear head, with its gradients formed in one pass and no logits held.
@@ -288,7 +352,14 @@ def grpo_loss(
             policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
         bias, lora_hidden, lora_weight, temperature, logit_scale, softcap, backend, check_inputs,
-            chunk_bytes, compact: as in `linear_logprobs`.
+            chunk_bytes, compact, process_group: as in `linear_logprobs`.
+        sequence_group: the ranks that share the tokens of sequences (sequence or context
+            parallelism): each gives a part of the tokens of the same B sequences, in the same
+            order, [B, T_r] or packed with a bound for every sequence, any T_r. Ratios, masks and
+            normalisers of whole sequences, and counts of tokens, are then over the ranks of this
+            group; the ranks' losses add up to the loss, and their gradients of the weight to its
+            gradient. Forward and, with reduction="none", backward are collectives; metrics are
+            over the rank's own tokens.
         cu_seqlens: [S + 1] integers, the bounds of packed sequences, from 0 to N.
         entropy: also return entropies and log their mean (implied by entropy_coef != 0).
         reduction: "sum", the weighted sum over tokens, or "none", the unweighted losses of all
@@ -332,6 +403,8 @@ def grpo_loss(
         kl_clamp: the estimate is clamped to +- this, with gradient 0 beyond. None: as it is.
         use_bias_correction_kl: multiply it by the live ratio (DeepSeek-V3.2, arXiv 2512.02556).
         entropy_coef: coefficient of the entropy bonus, under the same w_t.
+        entropy_scale: factors on the bonus, per token or per sequence, for one with other weights
+            v_t: v_t / w_t.
         log_ratio_clamp: log-ratios enter exp clamped to +- this, with gradient 0 beyond; None: as
             they are.
         sampling_per_token_logps: log-probs as the sampler reported them; NaN where unknown counts
@@ -375,6 +448,7 @@ def grpo_loss(
             "sampling_per_token_logps": sampling_per_token_logps,
             "importance_sampling_ratio": importance_sampling_ratio,
             "token_weights": token_weights,
+            "entropy_scale": entropy_scale,
             "group_ids": group_ids,
             "ref_hidden": ref_hidden,
             "ref_weight": ref_weight,
@@ -394,11 +468,37 @@ def grpo_loss(
             "compact": compact,
             "lora_hidden": lora_hidden,
             "lora_weight": lora_weight,
+            "process_group": process_group,
+            "sequence_group": sequence_group,
             **options,
         }
         return GRPOLossOutput(
             *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
         )
+    tensors: dict[str, Any] = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "token_weights": token_weights,
+        "entropy_scale": entropy_scale,
+        "group_ids": group_ids,
+    }
+    arguments = {"advantages": advantages, "reduction": reduction, "entropy": entropy}
+    arguments |= tensors | options
+    sequence_group = join_sequences(sequence_group, completion_ids, cu_seqlens, arguments)
+    shard = join_vocab(
+        process_group,
+        hidden,
+        weight,
+        bias,
+        completion_mask,
+        {"completion_ids": completion_ids, "completion_mask": completion_mask}
+        | {"cu_seqlens": cu_seqlens, "temperature": temperature, "logit_scale": logit_scale}
+        | {"softcap": softcap, "backend": backend, "chunk_bytes": chunk_bytes}
+        | {"sequence_group": sequence_group is not None}
+        | arguments,
+    )
     support, options_left = _split(options, SupportOptions)
     routing, loss_options = _split(options_left, RouteOptions)
     spec = _spec(loss_options)
@@ -423,16 +523,12 @@ def grpo_loss(
             f"hidden {list(hidden.shape)} and completion_ids {list(completion_ids.shape)} "
             "differ in their leading dimensions: hidden[:, t] predicts completion_ids[:, t]"
         )
-    tensors: dict[str, Any] = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-        "token_weights": token_weights,
-        "group_ids": group_ids,
-    }
     given_reference = _given(reference)
+    check_groups(
+        shard, sequence_group, backend, support, given_reference, spec, routing, (lora_weight,)
+    )
     wants = _wants(support, given_reference, lora_weight)
+    wants = wants or _group(process_group=process_group, sequence_group=sequence_group)
     head_backend = choose(backend, hidden, weight, wants)
     compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     if not compact:
@@ -447,6 +543,7 @@ def grpo_loss(
         cu_seqlens=cu_seqlens,
         dtype=compute_dtype(hidden, weight),
         compact=compact,
+        group=sequence_group,
     )
     route = _route(routing, batch.sequence, len(batch.lengths), backend, support, spec, lora_weight)
     call = make_call(
@@ -467,6 +564,7 @@ def grpo_loss(
         else {**reference, "full": spec.kl_estimator == "full", "top_k": spec.kl_top_k},
         backend=head_backend,
         counted=batch.counted,
+        shard=shard,
         route=route,
     )
     entropy = entropy or spec.needs_entropy
@@ -538,10 +636,12 @@ def policy_loss(
     sampling_per_token_logps: Tensor | None = None,
     importance_sampling_ratio: Tensor | None = None,
     token_weights: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
     group_ids: Tensor | None = None,
     entropies: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     reduction: str = "sum",
+    sequence_group: ProcessGroup | None = None,
     **options: Unpack[LossOptions],
 ) -> GRPOLossOutput:
     """The loss of `grpo_loss` for callers who have log-probabilities already; ordinary autograd.
@@ -555,7 +655,23 @@ def policy_loss(
     Raises:
         TypeError, ValueError: as `grpo_loss`.
     """
+    tensors = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "token_weights": token_weights,
+        "entropy_scale": entropy_scale,
+        "group_ids": group_ids,
+    }
+    sequence_group = join_sequences(
+        sequence_group,
+        per_token_logps,
+        cu_seqlens,
+        {"advantages": advantages, "reduction": reduction, **tensors, **options},
+    )
     spec = _spec(options)
+    check_groups(None, sequence_group, "chunked", spec=spec)
     check_reference(spec, _given({"ref_per_token_logps": ref_per_token_logps}))
     check_choice("reduction", reduction, ("sum", "none"))
     check_tensor("per_token_logps", per_token_logps, None, floating=True)
@@ -573,22 +689,21 @@ def policy_loss(
         spec,
         per_token_logps,
         advantages,
-        {
-            "old_per_token_logps": old_per_token_logps,
-            "ref_per_token_logps": ref_per_token_logps,
-            "sampling_per_token_logps": sampling_per_token_logps,
-            "importance_sampling_ratio": importance_sampling_ratio,
-            "token_weights": token_weights,
-            "group_ids": group_ids,
-        },
+        tensors,
         reduction,
         completion_mask=completion_mask,
         cu_seqlens=cu_seqlens,
         dtype=dtype,
+        group=sequence_group,
     )
     logps = per_token_logps.reshape(-1)[batch.index].to(dtype)
     h = None if entropies is None else entropies.reshape(-1)[batch.index].to(dtype)
     return _from_values(TokenValues(logps, h), batch, spec, reduction)
+
+
+def _group(**groups: ProcessGroup | None) -> str | None:
+    """What of a call only chunked torch can do: the first group that is given."""
+    return next((name for name, group in groups.items() if group is not None), None)
 
 
 def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_grpo.backends import CHUNKED, Backend
+from fused_grpo.groups import VocabShard
 from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
 from fused_grpo.passes import (
@@ -57,7 +58,9 @@ class HeadCall:
     reference: ReferenceCall | None = None
     backend: Backend = CHUNKED
     counted: Tensor | None = None  # [n] with a fixed capacity: which of the tokens count
+    shard: VocabShard | None = None  # weight and bias hold these rows of a larger head
     route: Route | None = None  # None: exact gradients
+    statistics: bool = False  # beside log-probabilities, see `statistics`
 
     def bind(
         self,
@@ -77,7 +80,7 @@ class HeadCall:
                 self.counted,
                 lora_hidden,
             ),
-            Head(weight, bias, self.logit_scale, self.softcap, lora_weight),
+            Head(weight, bias, self.logit_scale, self.softcap, lora_weight, self.shard),
         )
 
     def head_pass(
@@ -134,8 +137,9 @@ class HeadCall:
 
 
 class LogprobsFunction(torch.autograd.Function):
-    """(logps, entropy, kl, reference's logps, support size, target outside), [n] or None each; the
-    first three are differentiable. The backward computes the logits again, a chunk at a time.
+    """(logps, entropy, kl, reference's logps, support size, target outside, statistics), [n] or
+    None each; the first three are differentiable. The backward computes the logits again, a chunk
+    at a time.
 
     Where only the hidden states need a gradient and no entropy or KL is asked for, u_t =
     dlogp_t/dh_t is formed in the forward instead: 4NHV in all rather than 6NHV, for any upstream
@@ -156,6 +160,7 @@ class LogprobsFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         leaves = (hidden, weight, bias, lora_hidden, lora_weight)
         needs, bound = _needs(ctx, entropy), call.bind_reference()
+        needs = replace(needs, statistics=call.statistics)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
         pending: Waiting | None = None
@@ -175,7 +180,7 @@ class LogprobsFunction(torch.autograd.Function):
         ctx.pending = pending
         values = (result.logps, result.entropy)
         ctx.values = TokenValues(*(None if x is None else x.detach() for x in values))  # type: ignore[arg-type]
-        constants = (result.ref_logps, result.support_size, result.outside)
+        constants = (result.ref_logps, result.support_size, result.outside, result.statistics)
         ctx.mark_non_differentiable(*(t for t in constants if t is not None))
         return result.logps, result.entropy, result.kl, *constants
 
@@ -196,9 +201,8 @@ class LogprobsFunction(torch.autograd.Function):
             return Upstream(*(None if x is None else x[span] for x in (g, e, k)))  # type: ignore[arg-type]
 
         operands = call.bind(*ctx.saved_tensors[:5])
-        needs = replace(
-            ctx.needs, entropy=e is not None, entropy_grad=e is not None, kl_grad=k is not None
-        )
+        asked = {"entropy": e is not None, "entropy_grad": e is not None}
+        needs = replace(ctx.needs, **asked, kl_grad=k is not None, statistics=False)
         if ctx.pending is not None:
             result = ctx.pending.gradients(*operands, needs, ctx.values, Upstream(g, e))
         elif call.route is not None:
@@ -289,7 +293,8 @@ def loss_pass(
         result = _routed_loss_pass(call, tokens, head, needs, reference, objective, evaluate, known)
         return result, per_token, g
     plan = call.plan_pass(tokens, head, needs, reference)
-    if needs.any_grad and (objective.local or n <= plan.tokens):
+    alone = objective.local or (n <= plan.tokens and (n > 0 or not objective.spans_ranks))
+    if needs.any_grad and alone:
         result = call.head_pass(tokens, head, needs, evaluate, reference)
         return result, per_token, g
     unit = needs.only_rows and not needs.entropy_grad and not needs.kl_grad

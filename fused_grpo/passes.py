@@ -95,6 +95,7 @@ class Needs:
     kl_grad: bool = False
     lora_hidden_grad: bool = False
     lora_weight_grad: bool = False
+    statistics: bool = False
 
     @property
     def any_grad(self) -> bool:
@@ -117,6 +118,7 @@ class TokenValues:
     kl: Tensor | None = None
     support_size: Tensor | None = None  # int64, entries that are kept
     outside: Tensor | None = None  # bool, whether the target is outside, and kept nevertheless
+    statistics: Tensor | None = None  # [n, 4] see `statistics.STATISTICS`
     routing: Tensor | None = None  # [n, 3] what was kept, see `routed.Entries.statistics`
 
     def write(self, span: slice, part: TokenValues) -> None:

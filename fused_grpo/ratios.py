@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from fused_grpo.groups import max_over_ranks, sum_over_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def per_sequence(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor:
@@ -19,22 +26,49 @@ def per_sequence(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor
     return torch.segment_reduce(values, reduce, lengths=lengths, initial=0, unsafe=True)
 
 
-def _mean(log_ratio: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
-    return (per_sequence(log_ratio, lengths) / lengths.clamp_min(1))[sequence]
+@dataclass(frozen=True)
+class Sequences:
+    """Which of the S sequences the n tokens of a vector belong to.
+
+    With a `group` its ranks hold parts of the same sequences, and every reduction is over all of
+    them: one collective for its value, one for its gradient, whether a rank has tokens or not.
+    """
+
+    index: Tensor  # [n] int64, ascending
+    here: Tensor  # [S] int64, how many of the n tokens
+    lengths: Tensor  # [S] int64, how many tokens count, on all ranks
+    group: ProcessGroup | None = None
+
+    def total(self, values: Tensor, reduce: str = "sum") -> Tensor:
+        """[n] -> [S], as `per_sequence`; over ranks only the sum is differentiable."""
+        part = per_sequence(values, self.here, reduce)
+        if self.group is None:
+            return part
+        if reduce == "max":
+            return max_over_ranks(part, self.group)
+        # a rank without tokens stays in the graph: its backward, too, takes part in a collective
+        return sum_over_ranks(part if values.numel() else part + values.sum(), self.group)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[n] -> [S], differentiable."""
+        return self.total(values) / self.lengths.clamp_min(1)
 
 
-def _straight_through(log_ratio: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
-    value = _mean(log_ratio.detach(), sequence, lengths)
-    return value + (log_ratio - log_ratio.detach())
+def _mean(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    return sequences.mean(log_ratio)[sequences.index]
 
 
-def _sum(log_ratio: Tensor, sequence: Tensor, lengths: Tensor) -> Tensor:
-    return per_sequence(log_ratio, lengths)[sequence]
+def _straight_through(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    return _mean(log_ratio.detach(), sequences) + (log_ratio - log_ratio.detach())
+
+
+def _sum(log_ratio: Tensor, sequences: Sequences) -> Tensor:
+    return sequences.total(log_ratio)[sequences.index]
 
 
 # level of the ratio -> its logarithm, from the logarithms of the tokens' ratios
-LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "token": lambda log_ratio, sequence, lengths: log_ratio,
+LEVELS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
+    "token": lambda log_ratio, sequences: log_ratio,
     "sequence": _mean,
     "sequence_token": _straight_through,
     "sequence_sum": _sum,

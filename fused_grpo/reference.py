@@ -10,7 +10,7 @@ away* before anything else, so that whatever stands at their positions, NaN incl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,6 +66,35 @@ def reference_logprobs(
     if not entropy:
         return zeros.masked_scatter(counted, logps), None
     return zeros.masked_scatter(counted, logps), zeros.masked_scatter(counted, _entropy(log_p))
+
+
+@torch.no_grad()
+def reference_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    names: Sequence[str],
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """The ``outputs`` of ``linear_logprobs`` by name, shaped like ``targets``, 0 where ignored."""
+    counted = targets != ignore_index
+    z = _logits(hidden, weight, counted, bias, temperature, logit_scale, softcap)
+    found = {
+        "lse": z.logsumexp(-1),
+        "log_sum_sq_probs": (2 * z.log_softmax(-1)).logsumexp(-1),
+        "mean_logits": z.mean(-1),
+        "is_top1": z.argmax(-1) == targets[counted],
+    }
+    return {
+        name: torch.zeros(targets.shape, dtype=x.dtype, device=x.device).masked_scatter(counted, x)
+        for name, x in found.items()
+        if name in names
+    }
 
 
 def _logits(

@@ -480,7 +480,8 @@ def routed_pass(
     given.
     """
     n = tokens.index.numel()
-    result = empty_result(tokens, head, Needs(entropy=needs.entropy), reference)
+    wanted = Needs(entropy=needs.entropy, statistics=needs.statistics)
+    result = empty_result(tokens, head, wanted, reference)
     result.routing = result.logps.new_empty(n, 3)
     pending = Pending(route, chunk_bytes)
     total = Gradients(tokens, head, needs, route, chunk_bytes)

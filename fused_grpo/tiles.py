@@ -16,6 +16,7 @@ from fused_grpo.support import ChunkSupport, Support
 
 if TYPE_CHECKING:
     from fused_grpo.divergence import ReferenceTiles
+    from fused_grpo.groups import VocabShard
 
 GROUP = 32  # neighbours in the vocabulary whose common mass the routed backward looks at first
 
@@ -32,10 +33,20 @@ class Head:
     logit_scale: float = 1.0
     softcap: float | None = None
     lora_weight: Tensor | None = None  # [V, r]
+    shard: VocabShard | None = None  # weight and bias hold these rows of a larger head
 
     @property
     def rank(self) -> int:
         return 0 if self.lora_weight is None else self.lora_weight.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Of the weight; where there are shards, of the largest: all ranks plan alike."""
+        return self.weight.shape[0] if self.shard is None else self.shard.largest
+
+    def local(self, target: Tensor) -> Tensor:
+        """Rows of `weight`, from ids; outside of [0, V_r) where another shard has them."""
+        return target if self.shard is None else target - self.shard.start
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -132,6 +143,8 @@ def tile_softmax(
         cutoff = support.cutoff(kept)
         within = ChunkSupport(support, cutoff, target)
     sums = TileSums.empty(logits.x, c, len(range(0, vocab, tile)), entropy)
+    if logits.head.shard is not None:  # it may have no column here
+        sums.z_target.zero_()
     if reference is not None:
         reference.start(sums, within is not None)
     for j, v in enumerate(slices(vocab, tile)):
@@ -271,9 +284,15 @@ def row_statistics(sums: TileSums) -> RowStats:
     entropy = None
     if sums.spread is not None:
         scale = log_scale.exp()
-        others = scale * sums.spread - sums.mass * sums.q_top * torch.xlogy(scale, scale)
-        entropy = (entropy_term(logps) + others.sum(1)).clamp_min(0)
+        others = tiles_spread(sums, scale).sum(1)
+        entropy = (entropy_term(logps) + others).clamp_min(0)
     return RowStats(logps, torch.sigmoid(d)[:, 0], log_scale, entropy)
+
+
+def tiles_spread(sums: TileSums, scale: Tensor) -> Tensor:
+    """[c, J] sum over a tile of -p log p, where p = scale q."""
+    assert sums.spread is not None
+    return scale * sums.spread - sums.mass * sums.q_top * torch.xlogy(scale, scale)
 
 
 def entropy_term(logp: Tensor) -> Tensor:

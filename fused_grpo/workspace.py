@@ -23,7 +23,8 @@ def plan_pass(
 ) -> ChunkPlan:
     """The chunks of a pass; something is kept per vocabulary entry for gradients, and for supports
     that are found in all logits of a token."""
-    (vocab, width), dtype = head.weight.shape, compute_dtype(tokens.hidden, head.weight)
+    vocab, width = head.rows, head.weight.shape[1]
+    dtype = compute_dtype(tokens.hidden, head.weight)
     stored = 0
     if _keeps_entries(tokens, needs):
         stored = _stored_dtype(tokens, head, needs).itemsize

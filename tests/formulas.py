@@ -317,18 +317,23 @@ def kl(b: Batch, level: str) -> Tensor:
 
 
 def active(b: Batch) -> Tensor:
-    """[B, T] where the policy term and the entropy bonus act."""
-    out = torch.ones_like(b.mask)
+    """[B, T] where the policy term acts."""
+    out = chosen(b)
     threshold = b.options.get("off_policy_mask_threshold")
     if threshold is not None:
         x = b.old_or_live() if b.sampler is None else b.sampler
         gap = torch.where(x.isnan(), 0.0, x - b.logps.detach())
         out &= (b.advantages >= 0) | (b.total(gap) / b.count <= threshold)
-    share = b.option("top_entropy_quantile", 1.0)
-    if share < 1:
-        h = b.entropy.detach()
-        out &= h >= torch.quantile(h[b.mask], 1 - share)
     return out
+
+
+def chosen(b: Batch) -> Tensor:
+    """[B, T] where the entropy bonus acts, and the policy term if nothing else is against it."""
+    share = b.option("top_entropy_quantile", 1.0)
+    if share >= 1:
+        return torch.ones_like(b.mask)
+    h = b.entropy.detach()
+    return h >= torch.quantile(h[b.mask], 1 - share)
 
 
 def token_losses(b: Batch) -> Tensor:
@@ -345,7 +350,7 @@ def token_losses(b: Batch) -> Tensor:
         loss = loss + b.options["beta"] * kl(b, level)
     loss = loss - b.option("positive_nll_coef", 0.0) * torch.where(b.advantages > 0, b.logps, 0.0)
     if b.option("entropy_coef", 0.0):
-        loss = loss - b.options["entropy_coef"] * torch.where(acts, b.entropy, 0.0)
+        loss = loss - b.options["entropy_coef"] * torch.where(chosen(b), b.entropy, 0.0)
     return torch.where(kept(b), loss, 0.0)
 
 

@@ -193,3 +193,46 @@ def test_loss_logps_are_those_of_the_op() -> None:
         with torch.no_grad():
             out = linear_logprobs(case.hidden, case.weight, case.ids, temperature=0.8)
         assert torch.equal(out.logps, ours(case).output.per_token_logps)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("old", [True, False])
+def test_entropy_scale_gives_the_bonus_weights_of_its_own(
+    per_token: bool, level: str, old: bool
+) -> None:
+    """Loss and gradients are those without a bonus, less the bonus written out on full logits."""
+    g = torch.Generator().manual_seed(8)
+    hidden = torch.randn(3, 5, 7, generator=g, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(31, 7, generator=g, dtype=torch.float64).requires_grad_()
+    ids = torch.randint(31, (3, 5), generator=g)
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1] * 5]).bool()
+    advantages = torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64)
+    weights = torch.rand(3, 5, generator=g, dtype=torch.float64) + 0.1
+    shape = (3, 5) if per_token else (3,)
+    scale = torch.rand(shape, generator=g, dtype=torch.float64)
+    options = {
+        "completion_mask": mask,
+        "token_weights": weights,
+        "importance_sampling_level": level,
+        "loss_type": "grpo",
+    }
+    if old:
+        options["old_per_token_logps"] = torch.full((3, 5), -3.0, dtype=torch.float64)
+
+    def outcome(loss: torch.Tensor) -> list[torch.Tensor]:
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    got = outcome(
+        grpo_loss(
+            hidden, weight, ids, advantages, entropy_coef=0.2, entropy_scale=scale, **options
+        ).loss
+    )
+    plain = outcome(grpo_loss(hidden, weight, ids, advantages, **options).loss)
+    p = (hidden @ weight.T).softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    full = scale if per_token else scale[:, None]
+    bonus = outcome((0.2 * weights * full * entropy)[mask].sum())
+    for x, y, z in zip(got, plain, bonus, strict=True):
+        torch.testing.assert_close(x, y - z, rtol=1e-10, atol=1e-12)
+        assert z.abs().max() > 1e-3

@@ -75,6 +75,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "sampling_per_token_logps": {"sampling_correction": "token_truncate"},
     "importance_sampling_ratio": {},
     "token_weights": {},
+    "entropy_scale": {"entropy_coef": 0.1},
     "group_ids": {"aggregation": "group_mean"},
     "bias": {},
     "temperature": {},
@@ -102,6 +103,8 @@ NEUTRAL = {
     "check_inputs",
     "chunk_bytes",
     "compact",
+    "process_group",
+    "sequence_group",
 }
 NEUTRAL |= {"hidden", "weight", "completion_ids", "advantages", "options"}
 

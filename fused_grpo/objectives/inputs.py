@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -71,6 +71,7 @@ def _ignored(spec: LossSpec, here: set[str]) -> dict[str, str]:
         if weighs
         else "",
         "token_weights": f"{set_options[0]} would be ignored" if set_options else "",
+        "entropy_scale": "" if spec.entropy_coef != 0 else "entropy_coef=0 would ignore it",
         "group_ids": "" if grouped else "only aggregation='group_mean' uses it",
     }
 
@@ -107,4 +108,47 @@ def check_reference(spec: LossSpec, given: Mapping[str, object]) -> None:
         raise ValueError(
             "ref_per_token_logps and ref_hidden are both given: the log-probabilities are either "
             "known or computed"
+        )
+
+
+def check_groups(
+    vocab: object,
+    sequences: object,
+    backend: str,
+    support: Mapping[str, object] | None = None,
+    reference: Mapping[str, object] | None = None,
+    spec: LossSpec | None = None,
+    routing: Mapping[str, object] | None = None,
+    apart: Sequence[object] = (),
+) -> None:
+    """ValueError where a call with a shared vocabulary, or shared sequences, cannot be honoured.
+
+    `apart`: an adapter on the head, and other outputs, which know of whole vocabularies only.
+    """
+    name = "process_group" if vocab is not None else "sequence_group"
+    if vocab is None and sequences is None:
+        return
+    if backend == "reference":
+        raise ValueError(f"{name} is given, which backend='reference' does not know: use 'chunked'")
+    if (routing or {}).get("backward", "exact") != "exact":
+        raise ValueError(f"{name} is given, which backward='routed' does not know yet: use 'exact'")
+    adapter, *outputs = apart or (None,)
+    if vocab is not None and (adapter is not None or any(outputs)):
+        other = "lora_weight" if adapter is not None else "outputs"
+        raise ValueError(f"{other} does not go with process_group: give the whole head")
+    for other in (*(support or ()), *(reference or ())):
+        if vocab is not None:
+            hint = "; ref_per_token_logps may come from linear_logprobs with the same process_group"
+            raise ValueError(
+                f"{other} does not go with process_group: it is about the whole vocabulary, of "
+                f"which a rank has a part{hint if other.startswith('ref_') else ''}"
+            )
+    if sequences is None or spec is None:
+        return
+    by_loss = f"loss_type={spec.loss_type!r}" if spec.row.locality == "batch" else ""
+    by_option = f"top_entropy_quantile={spec.top_entropy_quantile}"
+    if by_loss or spec.top_entropy_quantile < 1:
+        raise ValueError(
+            f"{by_loss or by_option} looks at all tokens of a call, which sequence_group spreads "
+            "over ranks: only reductions over sequences go over them"
         )

@@ -16,7 +16,13 @@ from fused_grpo import corrections
 from fused_grpo.batch import TokenBatch
 from fused_grpo.objectives.metrics import metrics
 from fused_grpo.objectives.spec import LossSpec
-from fused_grpo.objectives.terms import make_view, other_terms, policy_term, token_terms
+from fused_grpo.objectives.terms import (
+    entropy_bonus,
+    make_view,
+    other_terms,
+    policy_term,
+    token_terms,
+)
 from fused_grpo.passes import TokenValues, Upstream
 
 
@@ -58,6 +64,8 @@ class Objective:
         reach = reach_of(spec, batch)
         self._fresh = _Fresh.of(spec, batch, self.weights) if reach == "fresh" else None
         self.local = reach in ("token", "fresh")
+        # whether an evaluation is a collective: then every rank makes one, whatever tokens it has
+        self.spans_ranks = batch.group is not None and not self.local
 
     def evaluate(self, span: slice, values: TokenValues) -> tuple[Tensor, Upstream]:
         """([c] per-token losses, their gradients) of a span of tokens."""
@@ -69,7 +77,7 @@ class Objective:
             policy = (fresh.base[span] + fresh.slope[span] * logps).detach()
             view = make_view(logps, batch, _BY_TOKEN, entropy, None)
             others, _ = other_terms(view, batch, spec, kl)
-            bonus = 0.0 if entropy is None else spec.entropy_coef * entropy
+            bonus = 0.0 if entropy is None else entropy_bonus(entropy, batch, spec)
             return policy + others - bonus
 
         entropy = values.entropy if spec.needs_entropy else None

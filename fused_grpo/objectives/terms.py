@@ -12,15 +12,14 @@ from fused_grpo.batch import TokenBatch
 from fused_grpo.kl import Penalty, kl_penalty
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import LEVELS, clamp_log_ratio, per_sequence
+from fused_grpo.ratios import LEVELS, clamp_log_ratio
 
 
 @dataclass(frozen=True)
 class Terms:
     """Per-token values [n]; the ratio is at its level, `view.log_ratio` before its clamp.
 
-    `active` says which tokens the policy term and the entropy bonus act on, `keep` which tokens
-    count at all; None: all.
+    `active` says which tokens the policy term acts on, `keep` which tokens count at all; None: all.
     """
 
     loss: Tensor
@@ -48,11 +47,12 @@ def token_terms(
         done = corrections.correct(batch, logps, spec)
         weight, keep = weight if done.weight is None else done.weight, done.keep
     view = make_view(logps, batch, spec, entropy, weight)
-    active = _active(view, batch, spec)
+    learns = _chosen_by_entropy(view, spec)
+    active = _both(_on_policy(view, batch, spec), learns)
     loss, penalty = other_terms(view, batch, spec, kl)
     loss = _select(active, policy_term(view, spec)) + loss
     if spec.entropy_coef != 0 and entropy is not None:
-        loss = loss - spec.entropy_coef * _select(active, entropy)
+        loss = loss - _select(learns, entropy_bonus(entropy, batch, spec))
     return Terms(_select(keep, loss), view, penalty, active, keep)
 
 
@@ -77,6 +77,12 @@ def other_terms(
         positive = torch.where(view.advantages > 0, view.logps, 0.0)
         loss = loss - spec.positive_nll_coef * positive
     return loss, penalty
+
+
+def entropy_bonus(entropy: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor:
+    """[n] what the loss is lowered by."""
+    bonus = spec.entropy_coef * entropy
+    return bonus if batch.entropy_scale is None else bonus * batch.entropy_scale
 
 
 def policy_term(view: TokenView, spec: LossSpec) -> Tensor:
@@ -112,44 +118,46 @@ def make_view(
         ratio=clamp_log_ratio(log_ratio, spec.log_ratio_clamp).exp(),
         weight=weight,
         entropy=entropy,
-        sequence=batch.sequence,
-        lengths=batch.lengths,
+        sequences=batch.sequences,
     )
 
 
 def level_of(log_ratio: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor:
     """[n] the log-ratio at the level of the ratio, from those of tokens."""
     if batch.counted is None or batch.spans is None:
-        return LEVELS[spec.level](log_ratio, batch.sequence, batch.lengths)
+        return LEVELS[spec.level](log_ratio, batch.sequences)
     if spec.level == "token":
         return log_ratio
     # with a fixed capacity the mean over the counted tokens, which is the only other level there
-    total = per_sequence(batch.select(log_ratio), batch.spans)
-    return batch.select((total / batch.lengths.clamp_min(1))[batch.sequence])
+    return batch.select(batch.sequences.mean(batch.select(log_ratio))[batch.sequence])
 
 
-def _active(view: TokenView, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
-    """[n] the tokens that off-policy sequence masking and the entropy quantile leave."""
-    masks: list[Tensor] = []
-    if spec.off_policy_mask_threshold is not None:
-        masks.append(_on_policy(view, batch, spec.off_policy_mask_threshold))
-    if spec.top_entropy_quantile < 1:
-        assert view.entropy is not None
-        entropy = view.entropy.detach()
-        masks.append(~(entropy < _quantile(entropy, 1 - spec.top_entropy_quantile)))
-    return torch.stack(masks).all(0) if masks else None
+def _chosen_by_entropy(view: TokenView, spec: LossSpec) -> Tensor | None:
+    """[n] the tokens that the entropy quantile leaves; None: all."""
+    if spec.top_entropy_quantile >= 1:
+        return None
+    assert view.entropy is not None
+    entropy = view.entropy.detach()
+    return ~(entropy < _quantile(entropy, 1 - spec.top_entropy_quantile))
 
 
-def _on_policy(view: TokenView, batch: TokenBatch, threshold: float) -> Tensor:
-    """[n] A >= 0, or mean over the sequence of (sampler or old - logp) <= threshold.
+def _on_policy(view: TokenView, batch: TokenBatch, spec: LossSpec) -> Tensor | None:
+    """[n] A >= 0, or mean over the sequence of (sampler or old - logp) <= threshold; None: all.
 
     Off-policy sequence masking of DeepSeek-V3.2, arXiv 2512.02556.
     """
+    if spec.off_policy_mask_threshold is None:
+        return None
     if batch.sampler is None:
         gap = view.old - view.logps.detach()
     else:
         gap = -corrections.log_ratio(view.logps, batch)
-    return ~((view.advantages < 0) & (view.sequence_mean(gap) > threshold))
+    moved = view.sequence_mean(gap) > spec.off_policy_mask_threshold
+    return ~((view.advantages < 0) & moved)
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a & b
 
 
 def _quantile(values: Tensor, q: float) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fused_grpo.ratios import per_sequence
+from fused_grpo.ratios import Sequences
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,7 @@ class TokenView:
         weight: importance weights of the policy term, detached, or None. They are multiplied in
             afterwards, unless the objective is registered with `folds_weight`.
         entropy: entropies, or None where neither the options nor the objective ask for them.
-        sequence: int64, which of the S sequences a token belongs to.
-        lengths: [S] int64, counted tokens of each sequence.
+        sequences: where the S sequences stand; see `sequence_sum` and `sequence_mean`.
     """
 
     logps: Tensor
@@ -33,13 +32,22 @@ class TokenView:
     ratio: Tensor
     weight: Tensor | None
     entropy: Tensor | None
-    sequence: Tensor
-    lengths: Tensor
+    sequences: Sequences
+
+    @property
+    def sequence(self) -> Tensor:
+        """int64, which of the S sequences a token belongs to."""
+        return self.sequences.index
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] int64, counted tokens of each sequence."""
+        return self.sequences.lengths
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[n] -> [n]: the sum over the counted tokens of each token's sequence; differentiable."""
-        return per_sequence(values, self.lengths)[self.sequence]
+        return self.sequences.total(values)[self.sequence]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """[n] -> [n]: the mean over the counted tokens of each token's sequence."""
-        return self.sequence_sum(values) / self.lengths.clamp_min(1)[self.sequence]
+        return self.sequences.mean(values)[self.sequence]
