@@ -687,3 +687,30 @@ def test_fixed_shapes_are_refused():
 def test_a_route_is_of_its_tokens():
     route = Route(TAU, SEED, torch.arange(5))
     assert route[1:3].keys.tolist() == [1, 2]
+
+
+@pytest.mark.usefixtures("nothing_dense")
+def test_under_torch_compile():
+    case = make_case(sequences=2, length=6, width=16)
+    hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+
+    def loss(ids: Tensor) -> Tensor:
+        return grpo_loss(
+            hidden,
+            weight,
+            case.target,
+            torch.ones(2),
+            backend="triton",
+            backward="routed",
+            route_tau=TAU,
+            route_seed=SEED,
+            sequence_ids=ids,
+        ).loss
+
+    names = torch.tensor([7, 2**40])
+    expected = torch.autograd.grad(loss(names), [hidden, weight])
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(names), [hidden, weight])
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
