@@ -9,23 +9,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fused_grpo import chunked, workspace
+from fused_grpo import chunked, routed, workspace
 from fused_grpo.memory import ChunkPlan
-from fused_grpo.passes import HeadResult
+from fused_grpo.passes import HeadResult, Waiting
 
 BACKENDS = ("auto", "triton", "chunked", "reference")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`chunked.head_pass` and `workspace.plan_pass`, or others with their arguments."""
+    """`chunked.head_pass`, `workspace.plan_pass` and `routed.routed_pass`, or others with their
+    arguments."""
 
     name: str
     head_pass: Callable[..., HeadResult]
     plan_pass: Callable[..., ChunkPlan]
+    routed_pass: Callable[..., tuple[HeadResult, Waiting]]
 
 
-CHUNKED = Backend("chunked", chunked.head_pass, workspace.plan_pass)
+CHUNKED = Backend("chunked", chunked.head_pass, workspace.plan_pass, routed.routed_pass)
 REFERENCE = replace(CHUNKED, name="reference")  # never makes a pass of its own
 
 
@@ -42,9 +44,10 @@ def choose(name: str, hidden: Tensor, weight: Tensor, wants: str | None = None) 
     reason = why_not_triton(hidden, weight, explicit=name == "triton")
     reason = reason or (wants and f"it has no {wants}")
     if reason is None:
-        from fused_grpo import triton_backend
+        from fused_grpo import triton_backend, triton_routed
 
-        return Backend("triton", triton_backend.head_pass, triton_backend.plan_pass)
+        routed_pass = triton_routed.routed_pass
+        return Backend("triton", triton_backend.head_pass, triton_backend.plan_pass, routed_pass)
     if name == "triton":
         raise ValueError(f'backend="triton": {reason}; use "chunked", or "auto"')
     return CHUNKED
@@ -65,17 +68,25 @@ def why_not_triton(hidden: Tensor, weight: Tensor, explicit: bool) -> str | None
     return triton_backend.unsupported(hidden, weight)
 
 
-def compaction(compact: bool | None, backend: str, device: torch.device) -> bool:
+def compaction(
+    compact: bool | None, backend: str, device: torch.device, is_routed: bool = False
+) -> bool:
     """Whether tokens that do not count are left out, which makes the host wait for their number.
 
     Raises:
-        ValueError: `compact=False` with a backend that always leaves them out.
+        ValueError: `compact=False` with a backend that always leaves them out; a wait that routed
+            gradients need where there must be none.
     """
     if compact is None:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return not (capturing and backend == "triton")
+        compact = not (capturing and backend == "triton")
     if not compact and backend != "triton":
         raise ValueError(
             f'compact=False needs backend="triton"; here it is {backend!r} on {device}'
+        )
+    if not compact and is_routed:
+        raise ValueError(
+            "compact=False, or the capture of a CUDA graph, with backward='routed': the host waits "
+            "for the number of tiles that are kept; use 'exact'"
         )
     return compact

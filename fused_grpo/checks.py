@@ -61,14 +61,14 @@ def check_head(
         raise ValueError(
             f"{prefix}hidden and {prefix}weight must be plain tensors, not DTensors: call the loss "
             "inside the module's forward, where FSDP has gathered the weight, or pass "
-            f"fused_grpo.distributed.full_weight({prefix}weight); where the mesh shards the "
+            f"full_weight({prefix}weight) of the module distributed; where the mesh shards the "
             "vocabulary of a tensor-parallel head, pass weight.to_local() and process_group="
         )
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
             f"{prefix}weight must be [V, H], not {list(weight.shape)}; a flat or empty weight is a "
             "shard of FSDP or ZeRO-3: gather it first, one of ZeRO-3 with "
-            "fused_grpo.distributed.full_weight"
+            "full_weight of the module distributed"
         )
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         hint = ""

@@ -26,6 +26,7 @@ FIELDS: list[tuple[str, str, type, str]] = [
     ("--loss-type", "loss_type", str, "an objective of docs/objectives.md, or module:function"),
     ("--beta", "beta", float, "coefficient of the KL to the reference"),
     ("--temperature", "temperature", float, "of sampling"),
+    ("--backward", "backward", str, "gradients: exact, or routed (docs/routed-backward.md)"),
 ]
 
 # found by trying: the smallest setting whose held-out reward rises reliably, see the README

@@ -220,10 +220,10 @@ def linear_logprobs(
     if outputs and support:
         raise ValueError(f"outputs={outputs!r} is not known with {', '.join(support)}")
     check_groups(process_group, None, backend, support, apart=(lora_weight, outputs))
-    wants = _wants(routing, support, adapter=lora_weight) or ("outputs" if outputs else None)
+    wants = _wants(support, adapter=lora_weight) or ("outputs" if outputs else None)
     wants = wants or _group(process_group=process_group)
     head_backend = choose(backend, hidden, weight, wants)
-    compact = compaction(compact, head_backend.name, hidden.device)
+    compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     flat = targets.reshape(-1)
     counted = flat != ignore_index
     index = positions(counted, compact)
@@ -524,10 +524,10 @@ def grpo_loss(
         )
     given_reference = _given(reference)
     check_groups(shard, sequence_group, backend, support, given_reference, spec, (lora_weight,))
-    wants = _wants(routing, support, given_reference, lora_weight)
+    wants = _wants(support, given_reference, lora_weight)
     wants = wants or _group(process_group=process_group, sequence_group=sequence_group)
     head_backend = choose(backend, hidden, weight, wants)
-    compact = compaction(compact, head_backend.name, hidden.device)
+    compact = compaction(compact, head_backend.name, hidden.device, _is_routed(routing))
     if not compact:
         fixed_capacity(spec, tensors)
     batch = _batch(
@@ -721,17 +721,18 @@ def _split(options: Mapping[str, Any], kind: Any) -> tuple[dict[str, Any], dict[
 
 
 def _wants(
-    routing: Mapping[str, Any],
     support: Mapping[str, Any],
     reference: Mapping[str, Any] = {},
     adapter: Tensor | None = None,
 ) -> str | None:
     """What of a call only chunked torch can do."""
-    if routing.get("backward", "exact") != "exact":
-        return "routed backward"
     if adapter is not None:
         return ADAPTER
     return "reference head" if reference else "sampling support" if support else None
+
+
+def _is_routed(options: Mapping[str, Any]) -> bool:
+    return options.get("backward", "exact") == "routed" and options.get("route_tau") != 0
 
 
 def _route(

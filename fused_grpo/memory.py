@@ -23,6 +23,9 @@ _ROUTED_MIN_TILE, _ROUTED_TILE_ENTRIES, ROUTED_ROWS = 512, 2**22, 16
 _TRITON_TILE, _TRITON_MIN_TILE = 16384, 1024
 _FORWARD_TOKENS = 512  # without gradients nothing is gained by more
 _VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
+# Of a routed pass: two vectors that its noise is read from; with the seed changes what they hold.
+NOISE_WINDOWS, NOISE_ROWS = 2**16, 2**12
+NOISE_BYTES = 4 * (NOISE_WINDOWS + 32 * NOISE_ROWS)
 
 
 def slices(size: int, tile: int) -> Iterator[slice]:
@@ -121,13 +124,15 @@ def plan_chunks(
 ) -> ChunkPlan:
     """The largest chunk for which `chunk_bytes_used` stays inside `chunk_bytes`.
 
-    A fifth is left to what the matrix libraries allocate themselves, and up to half of the rest to
-    the vectors of all `tokens` of the call. One token and a tile of 64 entries are the minimum,
-    whatever the budget.
+    A fifth is left to what the matrix libraries allocate themselves, `NOISE_BYTES` to a routed
+    pass, and up to half of the rest to the vectors of all `tokens` of the call. One token and a
+    tile of 64 entries are the minimum, whatever the budget.
     """
     if chunk_bytes is None:
         chunk_bytes = DEFAULT_CHUNK_BYTES
     chunk_bytes -= chunk_bytes // 5
+    if extra.groups:
+        chunk_bytes -= min(chunk_bytes // 2, NOISE_BYTES)
     chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
     weight_share = chunk_bytes // 6  # the tiles of the weights get at most this
     tile = min(_MAX_TILE, weight_share // ((2 * width + extra.ref_width) * itemsize))

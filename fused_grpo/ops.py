@@ -22,9 +22,10 @@ from fused_grpo.passes import (
     Tokens,
     TokenValues,
     Upstream,
+    Waiting,
     with_gradients,
 )
-from fused_grpo.routed import Pending, Route, routed_pass
+from fused_grpo.routed import Route
 from fused_grpo.support import Support
 from fused_grpo.tiles import Head
 
@@ -102,10 +103,10 @@ class HeadCall:
         needs: Needs,
         coefficients: Coefficients | None,
         reference: Reference | None = None,
-    ) -> tuple[HeadResult, Pending]:
+    ) -> tuple[HeadResult, Waiting]:
         """As `head_pass`; without `coefficients`, what is kept until they are known."""
         assert self.route is not None
-        return routed_pass(
+        return self.backend.routed_pass(
             tokens, head, needs, coefficients, self.chunk_bytes, self.route, reference
         )
 
@@ -162,7 +163,7 @@ class LogprobsFunction(torch.autograd.Function):
         needs = replace(needs, statistics=call.statistics)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.needs = call, needs
-        pending: Pending | None = None
+        pending: Waiting | None = None
         plain = needs.only_rows and not entropy and not (bound is not None and bound.kl)
         ctx.unit = plain and call.route is None
         operands = call.bind(*leaves)

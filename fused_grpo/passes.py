@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -151,6 +151,14 @@ class Upstream:
     logps: Tensor
     entropy: Tensor | None = None
     kl: Tensor | None = None
+
+
+class Waiting(Protocol):
+    """What a routed pass keeps until dL/dlogp is known."""
+
+    def gradients(
+        self, tokens: Tokens, head: Head, needs: Needs, values: TokenValues, upstream: Upstream
+    ) -> HeadResult: ...
 
 
 # (span, the values of its tokens) -> what the loss makes of them

@@ -34,7 +34,7 @@ from fused_grpo.gradients import (
     product_dtype,
     target_share,
 )
-from fused_grpo.memory import DEFAULT_CHUNK_BYTES, ROUTED_ROWS, slices
+from fused_grpo.memory import DEFAULT_CHUNK_BYTES, NOISE_ROWS, NOISE_WINDOWS, ROUTED_ROWS, slices
 from fused_grpo.passes import (
     Coefficients,
     HeadResult,
@@ -53,7 +53,7 @@ DEFAULT_TAU = 2.0**-12
 # Kept entries cost about as much as twelve of a dense product's; the expected number is bounded
 # from the groups' sums, some three times above it.
 _DENSE_SHARE = 0.25
-_WINDOWS, _NOISE_ROWS, _NOISE_SHIFT = 2**16, 2**12, 20
+_NOISE_SHIFT = 33 - NOISE_ROWS.bit_length()
 _GROUP_SHIFT = GROUP.bit_length() - 1
 _BLOCK = 8192  # groups looked into at a time: they stay in cache
 _ROUNDED_UP = 1 + 2.0**-8  # sums of groups are of entries before they were rounded to bf16
@@ -183,9 +183,13 @@ def _seed_word(seed: int) -> Tensor:
 @functools.lru_cache(maxsize=4)
 def _uniform(seed: int, stream: int, count: int, device: torch.device) -> Tensor:
     """[count] fp32 in (0, 1), multiples of 2^-25."""
-    counter = torch.arange(count, device=device) + (stream << 24)
-    word = _mix(_mix(counter) ^ _seed_word(seed ^ stream).to(device))
-    return ((word >> 8).double() + 0.5).mul_(2.0**-24).float()
+    salt = _seed_word(seed ^ stream).to(device)
+    noise = torch.empty(count, device=device)
+    for part in slices(count, 2**14):
+        counter = torch.arange(part.start, part.stop, device=device) + (stream << 24)
+        word = _mix(_mix(counter) ^ salt)
+        noise[part] = ((word >> 8).double() + 0.5).mul_(2.0**-24).float()
+    return noise
 
 
 @dataclass
@@ -235,8 +239,8 @@ def _share_of_groups(chunk: Chunk, groups: Tensor, tile: int) -> Tensor:
 
 def _windows(route: Route, count: int) -> Tensor:
     """[c, count] noise of the groups: each row reads one long vector from a place of its own."""
-    noise = _uniform(route.seed, 1, _WINDOWS + count, route.keys.device)
-    return noise.unfold(0, count, 1).index_select(0, route.keys % _WINDOWS)
+    noise = _uniform(route.seed, 1, NOISE_WINDOWS + count, route.keys.device)
+    return noise.unfold(0, count, 1).index_select(0, route.keys % NOISE_WINDOWS)
 
 
 def _look_into(
@@ -254,16 +258,17 @@ def _look_into(
     row = at // count
     group = at - row * count
     number = torch.arange(count, device=device)
-    per_tile = work.slabs.shape[2] // GROUP
-    tile = number // per_tile
+    per_tile = -(-work.tile // GROUP)
+    first = number - number % per_tile
+    width = (count - first).clamp_(max=per_tile)  # of the group's tile
     # where a group stands in the slabs, row 0's first
-    start = tile * (per_tile * work.slabs.shape[1]) + (number - tile * per_tile)
-    place = start.index_select(0, group) + row * per_tile
+    start = first * (len(work.slabs) // count) + (number - first)
+    place = start.index_select(0, group) + row * width.index_select(0, group)
     odd = _mix(number + 1) | 1
     product = route.keys.index_select(0, row) * odd.index_select(0, group)
     noise_row = (product & _WORD) >> _NOISE_SHIFT
-    noise = _uniform(route.seed, 2, _NOISE_ROWS * GROUP, device).view(-1, GROUP).to(share.dtype)
-    bound, entries = (mass / share)[:, None], work.slabs.view(-1, GROUP)
+    noise = _uniform(route.seed, 2, NOISE_ROWS * GROUP, device).view(-1, GROUP).to(share.dtype)
+    bound, entries = (mass / share)[:, None], work.slabs
     first_column = (group - torch.arange(len(at), device=device)) * GROUP
     parts = [(row[:0], row[:0], share[:0])]
     for b in slices(len(at), _BLOCK):

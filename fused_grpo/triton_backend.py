@@ -19,7 +19,15 @@ from torch import Tensor
 
 from fused_grpo.chunked import empty_result
 from fused_grpo.memory import ChunkPlan, plan_triton, slices
-from fused_grpo.passes import Coefficients, HeadResult, Needs, Reference, Tokens, TokenValues
+from fused_grpo.passes import (
+    Coefficients,
+    HeadResult,
+    Needs,
+    Reference,
+    Tokens,
+    TokenValues,
+    Upstream,
+)
 from fused_grpo.products import add_product, product, tensor_cores_for
 from fused_grpo.tiles import Head
 from fused_grpo_kernels import fold, forward
@@ -27,7 +35,7 @@ from fused_grpo_kernels.combine import combine
 from fused_grpo_kernels.gradients import logit_gradients
 from fused_grpo_kernels.registry import target_of
 from fused_grpo_kernels.target import target_logits
-from fused_grpo_kernels.types import Epilogue, TileStats, empty_statistics
+from fused_grpo_kernels.types import Epilogue, RowStats, TileStats, empty_statistics
 
 
 def unsupported(hidden: Tensor, weight: Tensor) -> str | None:
@@ -63,9 +71,12 @@ def head_pass(
         return result
     plan = plan_pass(tokens, head, needs, chunk_bytes)
     with torch.no_grad(), torch.autocast(tokens.hidden.device.type, enabled=False):
-        work = _Workspace.allocate(min(n, plan.tokens), plan.tile, tokens, head, needs)
+        work = Workspace.allocate(min(n, plan.tokens), plan.tile, tokens, head, needs)
         for span in slices(n, plan.tokens):
-            _one_chunk(tokens, needs, coefficients, span, work, result, compact)
+            chunk, values = forward_chunk(tokens, needs.entropy, span, work)
+            result.write(span, values)
+            if coefficients is not None and needs.any_grad:
+                add_gradients(chunk, coefficients(span, values), work, result, compact)
     if result.weight_grad is not None:
         result.weight_grad = result.weight_grad.to(head.weight.dtype)
     if result.bias_grad is not None and head.bias is not None:
@@ -121,7 +132,7 @@ class Kinds:
 
 
 @dataclass
-class _Workspace:
+class Workspace:
     """What the chunks share."""
 
     head: Head
@@ -130,9 +141,10 @@ class _Workspace:
     tile: int
     exps: Tensor | None  # [c, V] exponentials, for gradients only
     logits_grad: Tensor | None  # [c, V]; the memory of `exps` where the dtypes agree
+    rows: int | None = None  # of torch's products, which round as their shape says; None: any
 
     @staticmethod
-    def allocate(count: int, tile: int, tokens: Tokens, head: Head, needs: Needs) -> _Workspace:
+    def allocate(count: int, tile: int, tokens: Tokens, head: Head, needs: Needs) -> Workspace:
         kinds = Kinds.of(tokens.hidden, head.weight, needs.any_grad)
         exps = logits_grad = None
         if kinds.exps is not None:
@@ -140,7 +152,7 @@ class _Workspace:
             same = kinds.exps == kinds.grads
             logits_grad = exps if same else _aligned_rows(count, head.weight, kinds.grads)
         bias = None if head.bias is None else head.bias.float().contiguous()
-        return _Workspace(head, bias, kinds, tile, exps, logits_grad)
+        return Workspace(head, bias, kinds, tile, exps, logits_grad)
 
     def statistics(
         self, rows: Tensor, target: Tensor, epilogue: Epilogue, exps: Tensor | None, spread: bool
@@ -153,9 +165,17 @@ class _Workspace:
         stats = empty_statistics(rows.shape[0], vocab, width, spread, rows.device)
         for v in slices(vocab, self.tile):
             w = weight[v].to(self.kinds.operand)
-            x = product(rows, w.T, out=None if exps is None else exps[:, v])
+            x = self._product(rows, w.T, None if exps is None else exps[:, v])
             fold.fold(x, v.start, vocab, target, epilogue, stats, store=exps is not None)
         return stats
+
+    def _product(self, rows: Tensor, w: Tensor, out: Tensor | None) -> Tensor:
+        if self.rows is None or self.rows == len(rows):
+            return product(rows, w, out=out)
+        out = w.new_empty(len(rows), w.shape[1], dtype=torch.float32) if out is None else out
+        for b in slices(len(rows), self.rows):
+            product(rows[b], w, out=out[b])
+        return out
 
     def hidden_grad(self, dz: Tensor) -> Tensor:
         """dz [c, V] @ weight -> [c, H] fp32."""
@@ -174,53 +194,80 @@ def _aligned_rows(count: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.new_empty(count, -(-vocab // 16) * 16, dtype=dtype)[:, :vocab]
 
 
-def _one_chunk(
-    tokens: Tokens,
-    needs: Needs,
-    coefficients: Coefficients | None,
-    span: slice,
-    work: _Workspace,
-    result: HeadResult,
-    compact: bool,
-) -> None:
+@dataclass
+class Chunk:
+    """A chunk of tokens after its forward."""
+
+    rows: Tensor  # [c, H] operands
+    index: Tensor  # [c] positions in the flattened hidden states
+    target: Tensor  # [c]
+    epilogue: Epilogue
+    exps: Tensor | None  # [c, V]
+    stats: TileStats
+    per_row: RowStats
+
+
+def forward_chunk(
+    tokens: Tokens, entropy: bool, span: slice, work: Workspace
+) -> tuple[Chunk, TokenValues]:
+    """A chunk up to its values; fills the buffers of `work`."""
     head = work.head
     rows = tokens.rows(span).to(work.kinds.operand).contiguous()
     target, temperature = tokens.target[span], tokens.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature[span].float().contiguous()
     else:
-        temperature = result.logps.new_full((rows.shape[0],), temperature)
+        temperature = torch.full_like(target, temperature, dtype=torch.float32)
     epilogue = Epilogue.of(work.bias, head.logit_scale, head.softcap, temperature)
     exps = None if work.exps is None else work.exps[: rows.shape[0]]
-    stats = work.statistics(rows, target, epilogue, exps, needs.entropy)
+    stats = work.statistics(rows, target, epilogue, exps, entropy)
     per_row = combine(stats, target_logits(rows, head.weight, target, epilogue))
     if tokens.counted is not None:
         per_row = per_row.select(tokens.counted[span])
-    values = TokenValues(per_row.logps, per_row.entropy if needs.entropy else None)
-    result.write(span, values)
-    if coefficients is None or exps is None or work.logits_grad is None:
-        return
-    upstream = coefficients(span, values)
+    values = TokenValues(per_row.logps, per_row.entropy if entropy else None)
+    return Chunk(rows, tokens.index[span], target, epilogue, exps, stats, per_row), values
+
+
+def add_gradients(
+    chunk: Chunk, upstream: Upstream, work: Workspace, result: HeadResult, compact: bool
+) -> None:
+    """Adds a chunk's share of the gradients."""
+    assert chunk.exps is not None
+    assert work.logits_grad is not None
+    rows, index = chunk.rows, chunk.index
     g, e = upstream.logps, upstream.entropy
-    kept = _kept(g, e, per_row.logps) if compact else None
-    index = tokens.index[span]
+    kept = _kept(g, e, chunk.per_row.logps) if compact else None
     if kept is not None:
         if kept.numel() == 0:
             return
         rows, index = rows[kept], index[kept]
     dz = work.logits_grad[: rows.shape[0]]
     bias_grad = logit_gradients(
-        exps, target, stats, per_row, epilogue, g, e, kept, dz, result.bias_grad is not None
+        chunk.exps,
+        chunk.target,
+        chunk.stats,
+        chunk.per_row,
+        chunk.epilogue,
+        g,
+        e,
+        kept,
+        dz,
+        result.bias_grad is not None,
     )
     _accumulate(dz, rows, index, bias_grad, work, result)
 
 
 def _kept(g: Tensor, e: Tensor | None, logps: Tensor) -> Tensor | None:
     """Positions of the tokens that send something back; None: all. The one wait for the device."""
+    kept = live_tokens(g, e, logps).nonzero().squeeze(1)
+    return None if kept.numel() == g.numel() else kept
+
+
+def live_tokens(g: Tensor, e: Tensor | None, logps: Tensor) -> Tensor:
+    """[c] whether tokens send something back."""
     # clamp and minimum give g = 0 at NaN, which must not pass for a token that is done
     live = (g != 0) | logps.isnan()
-    kept = (live if e is None else live | (e != 0)).nonzero().squeeze(1)
-    return None if kept.numel() == g.numel() else kept
+    return live if e is None else live | (e != 0)
 
 
 def _accumulate(
@@ -228,7 +275,7 @@ def _accumulate(
     rows: Tensor,
     index: Tensor,
     bias_grad: Tensor | None,
-    work: _Workspace,
+    work: Workspace,
     result: HeadResult,
 ) -> None:
     """Adds a chunk's share of the gradients, in fp32 whatever the operands."""

@@ -90,7 +90,7 @@ class Workspace:
     exps: list[Tensor] | None  # [c, v] each: the softmaxes of the tiles
     logits: Tensor | None  # [c, V] their memory, where a support is found in all logits first
     groups: Tensor | None  # [c, V / GROUP] sums over `exps`, whose last tile zeros fill up for them
-    slabs: Tensor | None  # [J, c, v] the memory of `exps`, where there are groups
+    slabs: Tensor | None  # [c V / GROUP, GROUP] the memory of `exps`, where there are groups
     deltas: Tensor | None  # [c, V] see `ReferenceTiles`
 
     def rows(self, count: int) -> Workspace:
@@ -128,13 +128,13 @@ class Workspace:
             logits = buffer(vocab)
             exps = [logits[:, v] for v in slices(vocab, plan.tile)]
         elif routed:
-            tile = plan.tile + -plan.tile % GROUP
             groups = buffer(-(-vocab // GROUP))
-            slabs = buffer(-(-vocab // tile) * tile, _stored_dtype(tokens, head, needs))
-            slabs = slabs.view(-1, count, tile)
+            slabs = buffer(groups.shape[1] * GROUP, _stored_dtype(tokens, head, needs))
+            slabs = slabs.view(-1, GROUP)
+            per_tile = -(-plan.tile // GROUP)
             exps = [
-                slab[:, : -(-(v.stop - v.start) // GROUP) * GROUP]
-                for slab, v in zip(slabs, slices(vocab, tile), strict=True)
+                slabs[count * g.start : count * g.stop].view(count, -1)
+                for g in slices(groups.shape[1], per_tile)
             ]
             exps[-1].zero_()
         elif _keeps_entries(tokens, needs):

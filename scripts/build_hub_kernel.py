@@ -37,7 +37,10 @@ PACKAGES = {
     "fused_grpo_kernels": (ROOT / "kernels" / "fused_grpo_kernels", "_kernels"),
 }
 ALLOWED = {"torch", "triton", "typing_extensions"}
-LAZY = ("forward", "target", "fold", "combine", "gradients", "policy")  # registry.MODULES
+LAZY = (  # registry.MODULES
+    *("forward", "target", "fold", "combine", "gradients", "policy"),
+    *("routed", "pairs"),
+)
 
 BUILD_TOML = """\
 [general]

@@ -69,7 +69,7 @@ def head_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("triton")
     import cases
 
-    from fused_grpo import backends, loss, triton_backend
+    from fused_grpo import backends, loss, triton_backend, triton_routed
 
     passes = []
 
@@ -77,9 +77,13 @@ def head_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         passes.append(True)
         return triton_backend.head_pass(*args)
 
+    def routed_pass(*args: Any) -> Any:
+        passes.append(True)
+        return triton_routed.routed_pass(*args)
+
     def choose(asked: str, *_: Any) -> backends.Backend:
         assert asked == "auto"
-        return backends.Backend("triton", head_pass, triton_backend.plan_pass)
+        return backends.Backend("triton", head_pass, triton_backend.plan_pass, routed_pass)
 
     monkeypatch.setattr(loss, "choose", choose)
     monkeypatch.setattr(cases, "DEFAULT_DTYPE", torch.float32)

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks/ is run from the root, and not installed
 
-from benchmarks import head_data, heads, loss, measure, report  # noqa: E402
+from benchmarks import head_data, heads, loss, measure, readme, report  # noqa: E402
 from benchmarks.data import PADDING, _length_for_padding, synthetic_case  # noqa: E402
 from benchmarks.implementations import IMPLEMENTATIONS, Implementation, exact, make_feed  # noqa: E402
 
@@ -192,3 +192,11 @@ def test_the_defaults_on_a_gpu_are_the_heads_in_bf16():
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="sees no GPU"):
         loss.main(["--device", "cuda"])
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    assert readme.main(["--check"]) == 0
+    text = readme.README.read_text()
+    assert text.count("<!-- results:") == text.count("<!-- end -->") == 2
+    found = {"fp32": "| fp32 |", "bf16": "| another |"}
+    assert "| another |" in readme.filled(text, found)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, make_case, pack
-from oracle import TOLERANCE, check, close, ours
+from oracle import TOLERANCE, assert_gradient, check, close, oracle, ours
 from pairwise import pairwise
 from torch import Tensor
 
@@ -186,6 +186,37 @@ def test_the_same_call_twice_gives_the_same_bits(dtype, level):
         assert torch.equal(value, second.output.metrics[name]), name
     for name, grad in first.grads.items():
         assert torch.equal(grad, second.grads[name]), name
+
+
+# --- routed gradients ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_routed_gradients_that_keep_everything_are_exact(monkeypatch, dtype):
+    monkeypatch.setattr("fused_grpo.triton_routed._DENSE_SHARE", 2.0)
+    case = on_device(make_case(**SIZE, dtype=dtype, bias=True, beta=0.1, entropy_coef=0.03))
+    routed = {"backward": "routed", "route_tau": 1e-12, "route_seed": 1}
+    want, got = oracle(case), ours(case, backend="triton", **routed)
+    for name, expected in want.grads.items():
+        grad = got.grads[name]
+        assert_gradient(name, grad, expected, case.leaves()[name].dtype, TOLERANCE[dtype].grads)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_routed_gradients_keep_the_same_in_every_chunk(monkeypatch, dtype):
+    """The same bits twice; in other chunks the same tiles, so that gradients agree to rounding."""
+    monkeypatch.setattr("fused_grpo.triton_routed._DENSE_SHARE", 2.0)
+    case = on_device(make_case(**SIZE, dtype=dtype, beta=0.1))
+    routed = {"backward": "routed", "route_tau": 0.05, "route_seed": 1, "backend": "triton"}
+    first, again = (ours(case, **routed) for _ in range(2))
+    chunked = ours(case, **routed, chunk_bytes=1)
+    exact = ours(case, backend="triton")
+    for name, grad in first.grads.items():
+        assert torch.equal(grad, again.grads[name])
+        tol = 1e-5 if dtype == torch.float32 else TOLERANCE[dtype].grads
+        error = (chunked.grads[name] - grad).double().norm() / grad.double().norm()
+        assert error < tol, (name, float(error))
+        assert not torch.equal(grad, exact.grads[name])
 
 
 @only_on_gpu

@@ -78,7 +78,10 @@ class KernelCase:
 
 
 # Modules with a function cases(target) -> Iterator[KernelCase] each.
-MODULES: tuple[str, ...] = ("forward", "target", "fold", "combine", "gradients", "policy")
+MODULES: tuple[str, ...] = (
+    *("forward", "target", "fold", "combine", "gradients", "policy"),
+    *("routed", "pairs"),
+)
 
 
 def kernel_cases(target: Target) -> Iterator[KernelCase]:
