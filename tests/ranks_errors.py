@@ -109,6 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "support": ({"support_top_k": 5}, "support_top_k does not go with process_group"),
     "reference": ({"backend": "reference"}, "backend='reference' does not know"),
     "triton": ({"backend": "triton"}, 'backend="triton"'),
+    "routed_triton": ({"backend": "triton", "backward": "routed"}, 'backend="triton"'),
 }
 
 
