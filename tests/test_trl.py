@@ -394,7 +394,7 @@ def test_everything_masked_gives_zero_gradients(tmp_path: Path) -> None:
     made.current_gradient_accumulation_steps = 1
     loss = made._compute_loss(made.model, _batch(completion_mask=torch.zeros(B, T).long()))
     loss.backward()
-    assert float(loss) == 0
+    assert loss.item() == 0
     for p in made.model.parameters():
         assert p.grad is not None
         assert not p.grad.any()
