@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_grpo.batch import TokenBatch, make_batch
+from fused_grpo.batch import TokenBatch, mask_batch
 from fused_grpo.checks import check_choice, check_number, check_tensor
 
 
@@ -239,12 +239,5 @@ def token_weights(
         "max_completion_length": max_completion_length,
     }
     check_divisors(chosen, f"scheme={scheme!r}", {**counts, "group_ids": group_ids})
-    batch = make_batch(
-        torch.zeros_like(mask, dtype=torch.long),
-        torch.zeros(mask.shape, device=mask.device),
-        completion_mask=mask,
-        group_ids=group_ids,
-        cu_seqlens=cu_seqlens,
-        dtype=torch.float32,
-    )
+    batch = mask_batch(mask, group_ids, cu_seqlens)
     return batch.to_layout(chosen.weights(batch, Divisors(**counts)))

@@ -148,6 +148,24 @@ def make_batch(
     return replace(batch, counted=counted, spans=_lengths(sequence, everything, num_sequences))
 
 
+def mask_batch(
+    mask: Tensor,
+    group_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    group: ProcessGroup | None = None,
+) -> TokenBatch:
+    """`make_batch` of a mask alone, for what weighs tokens."""
+    return make_batch(
+        torch.zeros_like(mask, dtype=torch.long),
+        torch.zeros(mask.shape, device=mask.device),
+        completion_mask=mask,
+        group_ids=group_ids,
+        cu_seqlens=cu_seqlens,
+        dtype=torch.float32,
+        group=group,
+    )
+
+
 def positions(counted: Tensor, compact: bool) -> Tensor:
     """[n] the tokens' positions: of those that count, or all."""
     if compact:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_grpo.aggregation import PER, Divisors, Scheme, check_divisors, scheme_named
-from fused_grpo.batch import TokenBatch, make_batch
+from fused_grpo.batch import TokenBatch, mask_batch
 from fused_grpo.groups import check_member
 
 
@@ -151,15 +151,7 @@ def union_token_weights(
     for name, value in (("group", group), ("sequence_group", sequence_group)):
         if value is not None or name == "group":
             check_member(name, value)
-    batch = make_batch(
-        torch.zeros_like(mask, dtype=torch.long),
-        torch.zeros(mask.shape, device=mask.device),
-        completion_mask=mask,
-        group_ids=group_ids,
-        cu_seqlens=cu_seqlens,
-        dtype=torch.float32,
-        group=sequence_group,
-    )
+    batch = mask_batch(mask, group_ids, cu_seqlens, sequence_group)
     assert group is not None
     divisor = _union_divisor(chosen, batch, group, Divisors(None, None, max_completion_length))
     factor = dist.get_world_size(group) if averaged else 1

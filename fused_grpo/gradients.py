@@ -80,14 +80,11 @@ def add_gradients(
     result: HeadResult,
 ) -> None:
     """Adds a chunk's share of the gradients; tokens that cannot learn are skipped, exactly."""
-    # clamp and minimum give g = 0 at NaN, which must not pass for a token that is done
-    live = (upstream.logps != 0) | chunk.stats.logps.isnan()
-    for more in (upstream.entropy, upstream.kl):
-        live = live if more is None else live | (more != 0)
+    live = upstream.live(chunk.stats.logps)
     kept = live.nonzero().squeeze(1)
     index, dh = chunk.index, None
     if kept.numel() < live.numel():
-        chunk, upstream = chunk.select(kept), select_rows(upstream, kept)
+        chunk, upstream = chunk.select(kept), upstream[kept]
     if kept.numel() > 0:
         shares = _shares(chunk, upstream, head)
         dh = _accumulate(chunk, shares, head, tile, weight_tile, result)

@@ -114,8 +114,7 @@ class HeadCall:
         """Whether a routed pass needs no gradient of the loss before its end."""
         if self.route is None or not needs.any_grad:
             return False
-        only_hidden = not (needs.weight_grad or needs.bias_grad)
-        return only_hidden or not self.route.exact_weight_grad
+        return not self.route.dense_weight_grad(needs)
 
     def plan_pass(
         self, tokens: Tokens, head: Head, needs: Needs, reference: Reference | None = None
@@ -197,8 +196,10 @@ class LogprobsFunction(torch.autograd.Function):
             u, lora_u = (_scale_rows(u, call.index, g) for u in ctx.saved_tensors)
             return u, None, None, lora_u, None, *none
 
+        known = Upstream(g, e, k)
+
         def upstream(span: slice, _: TokenValues) -> Upstream:
-            return Upstream(*(None if x is None else x[span] for x in (g, e, k)))  # type: ignore[arg-type]
+            return known[span]
 
         operands = call.bind(*ctx.saved_tensors[:5])
         asked = {"entropy": e is not None, "entropy_grad": e is not None}

@@ -152,6 +152,24 @@ class Upstream:
     entropy: Tensor | None = None
     kl: Tensor | None = None
 
+    def __getitem__(self, rows: slice | Tensor) -> Upstream:
+        return select_rows(self, rows)
+
+    def live(self, logps: Tensor) -> Tensor:
+        """[c] bool, which tokens send something back, from their log-probabilities."""
+        # clamp and minimum give g = 0 at NaN, which must not pass for a token that is done
+        live = (self.logps != 0) | logps.isnan()
+        for more in (self.entropy, self.kl):
+            live = live if more is None else live | (more != 0)
+        return live
+
+    def filled(self, count: int) -> Upstream:
+        """[count] with zeros for the rows that only fill a chunk."""
+        parts = (self.logps, self.entropy, self.kl)
+        return Upstream(
+            *(None if x is None else torch.cat([x, x.new_zeros(count - len(x))]) for x in parts)  # type: ignore[arg-type]
+        )
+
 
 class Waiting(Protocol):
     """What a routed pass keeps until dL/dlogp is known."""
@@ -165,7 +183,7 @@ class Waiting(Protocol):
 Coefficients = Callable[[slice, TokenValues], Upstream]
 
 
-def select_rows(record: T, kept: Tensor, but: Collection[str] = ()) -> T:
+def select_rows(record: T, kept: slice | Tensor, but: Collection[str] = ()) -> T:
     """A dataclass of per-token tensors [c, ...], with the rows at `kept` only."""
     chosen = {
         f.name: value[kept]

@@ -95,6 +95,10 @@ class Route:
     def __getitem__(self, span: slice) -> Route:
         return replace(self, keys=self.keys[span])
 
+    def dense_weight_grad(self, needs: Needs) -> bool:
+        """Whether dW or db are formed from all entries, which takes dL/dlogp inside the pass."""
+        return self.exact_weight_grad and (needs.weight_grad or needs.bias_grad)
+
 
 def make_route(options: RouteOptions, sequence: Tensor, num_sequences: int) -> Route | None:
     """Of n tokens, which belong to the sequences `sequence` [n]; None where gradients are exact.
@@ -331,10 +335,10 @@ class Gradients:
     def add(self, span: slice, entries: Entries, values: TokenValues, upstream: Upstream) -> None:
         """The share of a span of tokens, from dL/dlogp and dL/dentropy."""
         g, e = upstream.logps, upstream.entropy
-        live = (g != 0) if e is None else (g != 0) | (e != 0)
+        live = upstream.live(values.logps)
         if bool(entries.dense.any()):
             at = entries.dense.nonzero().squeeze(1)
-            self.dense.append((at + span.start, Upstream(g[at], None if e is None else e[at])))
+            self.dense.append((at + span.start, upstream[at]))
             live = live & ~entries.dense
         temperature = self.tokens.temperature
         if isinstance(temperature, Tensor):
@@ -375,7 +379,8 @@ class Gradients:
             w, index = self.head.weight, self.tokens.index[span]
             if shard is not None:  # of all tokens: the ranks' sums have one shape, come what may
                 rows = torch.arange(len(live), device=rows.device)
-            offsets = torch.searchsorted(row, _and_end(rows, len(live)), out_int32=True)
+            bounds = torch.cat([rows, rows.new_tensor([len(live)])])
+            offsets = torch.searchsorted(row, bounds, out_int32=True)
             dh = _weighted_sums(w, column, offsets, weight, self.product).to(self.dtype)
             if shard is None:
                 dh.addcmul_(w[target].to(self.dtype), at_target[:, None])
@@ -431,10 +436,7 @@ class Gradients:
         self._flush()
         if self.dense:
             at = torch.cat([where for where, _ in self.dense])
-            parts = [(u.logps, u.entropy) for _, u in self.dense]
-            g, e = (None if p[0] is None else torch.cat(p) for p in zip(*parts, strict=True))
-            assert g is not None
-            self.add_exact(self._exact_pass(at, g, e))
+            self.add_exact(self._exact_pass(at, [upstream for _, upstream in self.dense]))
         result, like = self.result, self.head.weight
         if self.needs.weight_grad:
             dw = self._weight_grad
@@ -443,16 +445,13 @@ class Gradients:
             result.bias_grad = result.bias_grad.to(self.head.bias.dtype)
         return result
 
-    def _exact_pass(self, at: Tensor, g: Tensor, e: Tensor | None) -> HeadResult:
-        def upstream(span: slice, _: TokenValues) -> Upstream:
-            return Upstream(g[span], None if e is None else e[span])
-
-        tokens = self.tokens.select(at)
-        return head_pass(tokens, self.head, self.needs, upstream, self.chunk_bytes)
-
-
-def _and_end(rows: Tensor, end: int) -> Tensor:
-    return torch.cat([rows, rows.new_tensor([end])])
+    def _exact_pass(self, at: Tensor, parts: list[Upstream]) -> HeadResult:
+        entropies = [x.entropy for x in parts if x.entropy is not None]
+        g, e = torch.cat([x.logps for x in parts]), torch.cat(entropies) if entropies else None
+        known, tokens = Upstream(g, e), self.tokens.select(at)
+        return head_pass(
+            tokens, self.head, self.needs, lambda span, _: known[span], self.chunk_bytes
+        )
 
 
 def _weighted_sums(
@@ -460,10 +459,8 @@ def _weighted_sums(
 ) -> Tensor:
     """[bags, H] sums of weighted rows of a table; `dtype` is that of the products."""
     if table.dtype == dtype:
-        table = table.contiguous()
-        return torch.embedding_bag(table, index, offsets, False, 0, False, weight.to(dtype), True)[
-            0
-        ]
+        bags = (table.contiguous(), index, offsets, False, 0, False, weight.to(dtype), True)
+        return torch.embedding_bag(*bags)[0]
     used, index = index.unique(return_inverse=True)
     table = table.index_select(0, used).to(dtype)
     return _weighted_sums(table, index.int(), offsets, weight, dtype)
@@ -482,12 +479,9 @@ class Pending:
     ) -> HeadResult:
         """From dL/dlogp and dL/dentropy [n] of all tokens; may be called again."""
         total = Gradients(tokens, head, needs, self.route, self.chunk_bytes)
-        g, e = upstream.logps, upstream.entropy
+        per_token = TokenValues(values.logps, values.entropy)
         for span, entries in self.parts:
-            part = TokenValues(
-                values.logps[span], None if values.entropy is None else values.entropy[span]
-            )
-            total.add(span, entries, part, Upstream(g[span], None if e is None else e[span]))
+            total.add(span, entries, select_rows(per_token, span), upstream[span])
         return total.finish()
 
 
@@ -510,11 +504,13 @@ def routed_pass(
     result = empty_result(tokens, head, wanted, reference)
     result.routing = result.logps.new_empty(n, 3)
     pending = Pending(route, chunk_bytes)
-    total = Gradients(tokens, head, needs, route, chunk_bytes)
-    exact = replace(needs, hidden_grad=False)
-    dense_w = empty_result(tokens, head, exact, None) if route.exact_weight_grad else None
+    total = dense_w = None
+    if coefficients is not None:
+        total = Gradients(tokens, head, needs, route, chunk_bytes)
+        if route.dense_weight_grad(needs):
+            dense_w = empty_result(tokens, head, replace(needs, hidden_grad=False), None)
     if n == 0:
-        return with_gradients(result, total.finish()), pending
+        return result if total is None else with_gradients(result, total.finish()), pending
     padded = n + -n % ROUTED_ROWS
     keys = route.keys if head.shard is None else keys_of_part(route.keys, head.shard.start)
     tokens, route = tokens.padded(padded), replace(route, keys=_pad(keys, padded))
@@ -530,17 +526,17 @@ def routed_pass(
             real = slice(span.start, min(span.stop, n))
             entries, values = _first_rows(real.stop - real.start, entries, values)
             result.write(real, values)
-            if coefficients is None:
+            if coefficients is None or total is None:
                 pending.parts.append((real, entries))
                 continue
             upstream = coefficients(real, values)
             total.add(real, entries, values, upstream)
             if dense_w is not None:
-                sparse = replace_rows(upstream, entries.dense, span.stop - span.start)
+                sparse = without(upstream, entries.dense).filled(span.stop - span.start)
                 add_gradients(chunk, sparse, head, work.tile, work.weight_tile, dense_w)
     if head.shard is not None:
         head.shard.sum(result.routing)
-    if coefficients is None:
+    if total is None:
         return result, pending
     if dense_w is not None:
         if dense_w.weight_grad is not None and not dense_w.weight_grad_written:
@@ -569,21 +565,15 @@ def _first_rows(count: int, entries: Entries, values: TokenValues) -> tuple[Entr
         entries.dense[:count],
         entries.statistics[:count],
     )
-    return entries, select_rows(values, torch.arange(count, device=kept.device))
+    return entries, select_rows(values, slice(count))
 
 
-def replace_rows(upstream: Upstream, dense: Tensor, count: int) -> Upstream:
-    """[count] of the rows that are not dense; zeros for the others, and for those that only fill
-    a chunk."""
-
-    def fill(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return torch.cat([x.masked_fill(dense, 0), x.new_zeros(count - len(x))])
-
-    g = fill(upstream.logps)
-    assert g is not None
-    return Upstream(g, fill(upstream.entropy))
+def without(upstream: Upstream, dense: Tensor) -> Upstream:
+    """Zeros for the dense rows."""
+    e = upstream.entropy
+    return Upstream(
+        upstream.logps.masked_fill(dense, 0), None if e is None else e.masked_fill(dense, 0)
+    )
 
 
 def metrics(routing: Tensor, g: Tensor, logps: Tensor, vocab: int) -> dict[str, Tensor]:

@@ -236,7 +236,7 @@ def add_gradients(
     assert work.logits_grad is not None
     rows, index = chunk.rows, chunk.index
     g, e = upstream.logps, upstream.entropy
-    kept = _kept(g, e, chunk.per_row.logps) if compact else None
+    kept = _kept(upstream, chunk.per_row.logps) if compact else None
     if kept is not None:
         if kept.numel() == 0:
             return
@@ -257,17 +257,10 @@ def add_gradients(
     _accumulate(dz, rows, index, bias_grad, work, result)
 
 
-def _kept(g: Tensor, e: Tensor | None, logps: Tensor) -> Tensor | None:
+def _kept(upstream: Upstream, logps: Tensor) -> Tensor | None:
     """Positions of the tokens that send something back; None: all. The one wait for the device."""
-    kept = live_tokens(g, e, logps).nonzero().squeeze(1)
-    return None if kept.numel() == g.numel() else kept
-
-
-def live_tokens(g: Tensor, e: Tensor | None, logps: Tensor) -> Tensor:
-    """[c] whether tokens send something back."""
-    # clamp and minimum give g = 0 at NaN, which must not pass for a token that is done
-    live = (g != 0) | logps.isnan()
-    return live if e is None else live | (e != 0)
+    kept = upstream.live(logps).nonzero().squeeze(1)
+    return None if kept.numel() == logps.numel() else kept
 
 
 def _accumulate(

@@ -39,7 +39,6 @@ from fused_grpo.triton_backend import (
     add_gradients,
     forward_chunk,
     head_pass,
-    live_tokens,
 )
 from fused_grpo_kernels import pairs as kernels
 from fused_grpo_kernels import routed as selection
@@ -109,11 +108,11 @@ def _forward(
     for span in slices(len(tokens.index), count):
         real = slice(span.start, min(span.stop, n))
         chunk, values = forward_chunk(tokens, needs.entropy, span, work)
-        values = select_rows(values, torch.arange(real.stop - real.start, device=device))
+        values = select_rows(values, slice(real.stop - real.start))
         result.write(real, values)
         live, upstream = torch.arange(span.start, span.stop, device=device) < n, None
         if coefficients is not None:
-            upstream = _filled(coefficients(real, values), len(live))
+            upstream = coefficients(real, values).filled(len(live))
             live &= state.take(span, upstream, chunk.per_row.logps)
         routing[real] = state.select(real, chunk, keys[span], live, head)
         if exact is not None and upstream is not None:
@@ -132,17 +131,6 @@ def _chunk_tokens(
         on_gpu=device.type != "cpu",
     )
     return max(rows, plan.tokens - plan.tokens % rows)
-
-
-def _filled(upstream: Upstream, count: int) -> Upstream:
-    """With zeros for the rows that only fill a chunk."""
-
-    def fill(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.cat([x, x.new_zeros(count - len(x))])
-
-    g = fill(upstream.logps)
-    assert g is not None
-    return Upstream(g, fill(upstream.entropy))
 
 
 @dataclass
@@ -174,7 +162,7 @@ class Pending:
         )
         dense = torch.zeros(n, dtype=torch.bool, device=tokens.hidden.device)
         exact = None
-        if route.exact_weight_grad and (needs.weight_grad or needs.bias_grad):
+        if route.dense_weight_grad(needs):
             exact = empty_result(tokens, head, replace(needs, hidden_grad=False), None)
             if exact.weight_grad is not None:
                 exact.weight_grad.zero_()
@@ -187,7 +175,7 @@ class Pending:
         self.g[span] = upstream.logps[:count]
         if upstream.entropy is not None:
             self.e[span], self.has_e = upstream.entropy[:count], True
-        return live_tokens(upstream.logps, upstream.entropy, logps)
+        return upstream.live(logps)
 
     def select(self, span: slice, chunk: Chunk, keys: Tensor, live: Tensor, head: Head) -> Tensor:
         """Adds the pairs that are kept of a chunk, whose rows beyond `span` only fill it; returns
@@ -242,18 +230,19 @@ class Pending:
     ) -> None:
         g, e = upstream.logps.float().contiguous(), upstream.entropy
         e = None if e is None else e.float().contiguous()
-        live = live_tokens(g, e, self.rows.logps)
+        upstream = Upstream(g, e)
+        live = upstream.live(self.rows.logps)
         if needs.any_grad:
             self._routed(tokens, head, needs, g, e, live, result)
         at = (live & self.dense).nonzero().squeeze(1)
         if at.numel() == 0 or not needs.any_grad:
             return
 
-        def of_dense(span: slice, _: TokenValues) -> Upstream:
-            return Upstream(g[at][span], None if e is None else e[at][span])
-
+        of_dense = upstream[at]
         needs = replace(needs, entropy=e is not None)
-        exact = head_pass(tokens.select(at), head, needs, of_dense, self.chunk_bytes)
+        exact = head_pass(
+            tokens.select(at), head, needs, lambda span, _: of_dense[span], self.chunk_bytes
+        )
         for name in ("hidden_grad", "weight_grad", "bias_grad"):
             mine, more = getattr(result, name), getattr(exact, name)
             if mine is not None and more is not None:

@@ -11,7 +11,7 @@ from fused_grpo.aggregation import Scheme, scheme_named
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.objectives import LossSpec
 from fused_grpo.objectives.registry import loss_type_row
-from fused_grpo.routed import check_route_options
+from fused_grpo.routed import RouteOptions, check_route_options
 
 # set by the trainer, from the batches of an optimizer step
 FROM_BATCHES = ("num_items_in_batch", "num_sequences", "max_completion_length")
@@ -93,11 +93,14 @@ class LossArguments:
         """Of `grpo_loss`, in an optimizer step: the noise follows from the seed and the step."""
         if self.backward == "exact":
             return {}
+        return {**self._routing, "route_seed": (self.seed << 32) + step}  # type: ignore[attr-defined]
+
+    @property
+    def _routing(self) -> RouteOptions:
         return {
             "backward": self.backward,
             "route_tau": self.route_tau,
             "route_weight_grad": self.route_weight_grad,
-            "route_seed": (self.seed << 32) + step,  # type: ignore[attr-defined]
         }
 
     @property
@@ -145,13 +148,7 @@ class LossArguments:
         """TypeError or ValueError for options that do not fit."""
         spec = self.loss_spec
         self.adaptive_entropy()
-        check_route_options(
-            {
-                "backward": self.backward,
-                "route_tau": self.route_tau,
-                "route_weight_grad": self.route_weight_grad,
-            }
-        )
+        check_route_options(self._routing)
         if self.backward == "routed" and (spec.head_kl or self.sampler_support):  # type: ignore[attr-defined]
             option = f"kl_estimator={spec.kl_estimator!r}" if spec.head_kl else "keep_sampling_mask"
             raise ValueError(f"backward='routed' does not know {option}: use 'exact'")
