@@ -94,7 +94,7 @@ def test_loss_does_not_depend_on_the_accumulation(tmp_path: Path, loss_type: str
             num_generations=4,
         )
         with torch.no_grad():
-            for parameter in run.reference.parameters():
+            for parameter in run.policy.reference.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=GENERATOR()))
             run.model.lm_head.weight[0] *= 4  # ends come early: ragged lengths
         return run
@@ -115,17 +115,17 @@ def test_gradient_is_that_of_the_formula_written_out(tmp_path: Path) -> None:
     """One step against plain autograd on the full logits of the completions that were sampled."""
     run = trainer(tmp_path, epsilon=0.1, scale_rewards="group")
     seen: dict[str, Any] = {}
-    original = run._generate
+    original = run.collector
 
     def generate(rows: Any) -> Any:
-        seen["batches"] = original(rows)
+        seen["generation"] = original(rows)
         seen["model"] = LlamaForCausalLM(run.model.config)
         seen["model"].load_state_dict(run.model.state_dict())
-        return seen["batches"]
+        return seen["generation"]
 
-    run._generate = generate  # type: ignore[method-assign]
+    run.collector = generate  # type: ignore[method-assign]
     grads, loss = first_step(run)
-    (batch,), model = seen["batches"], seen["model"]
+    (batch,), model = seen["generation"].batches, seen["model"]
     ids, length = batch.input_ids, batch.completion_ids.shape[1]
     ids = torch.cat([ids[:, : ids.shape[1] - length + 1], batch.completion_ids], 1)
     mask = torch.cat([batch.attention_mask, torch.ones(len(ids), 1, dtype=torch.bool)], 1)
@@ -179,7 +179,7 @@ def test_temperature_reaches_the_log_probabilities(tmp_path: Path) -> None:
     run = trainer(tmp_path, temperature=0.5)
     sample = run.sampler(run.model, ["ab", "hello"])
     (batch,) = split(sample, sample.completion_mask, torch.zeros(2), 2)
-    got = run._at_head(run.model, batch, logps_of(batch, run.args))
+    got = run.policy.at_head(batch, logps_of(batch, run.args))
     logits = run.model(**batch.model_inputs(run.model)).logits / 0.5
     logps = logits[:, -batch.completion_ids.shape[1] :].log_softmax(-1)
     expected = logps.gather(-1, batch.completion_ids[..., None])[..., 0] * batch.completion_mask
@@ -188,7 +188,7 @@ def test_temperature_reaches_the_log_probabilities(tmp_path: Path) -> None:
 
 def test_reference_of_an_adapter_is_the_model_without_it(tmp_path: Path) -> None:
     run = trainer(tmp_path, peft=LORA, beta=0.1, max_steps=3, learning_rate=5e-2)
-    assert run.reference is None
+    assert run.policy.reference is None
     before = causal_lm(run.model).lm_head.weight.clone()
     run.train()
     kl = logs(run, "kl")
@@ -204,8 +204,8 @@ def test_reference_of_a_full_model_stays_where_it_was(tmp_path: Path) -> None:
     run = trainer(tmp_path, beta=0.1, max_steps=3)
     start = {name: p.clone() for name, p in run.model.named_parameters()}
     run.train()
-    assert run.reference is not None
-    for name, parameter in run.reference.named_parameters():
+    assert run.policy.reference is not None
+    for name, parameter in run.policy.reference.named_parameters():
         assert torch.equal(parameter, start[name])
         assert parameter.grad is None
     assert logs(run, "kl")[-1] > 0
@@ -258,9 +258,7 @@ def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
         rows = len(sample.prompt_ids)
         (batch,) = split(sample, sample.completion_mask, torch.zeros(rows), rows)
         logps.append(
-            run._at_head(run.model, batch, logps_of(batch, run.args))[
-                0, : len(alone.completions()[0])
-            ]
+            run.policy.at_head(batch, logps_of(batch, run.args))[0, : len(alone.completions()[0])]
         )
     torch.testing.assert_close(logps[0], logps[1], atol=1e-5, rtol=1e-5)
 
@@ -287,7 +285,7 @@ def test_truncated_completions_leave_numerator_and_denominator(tmp_path: Path) -
     run = trainer(tmp_path, mask_truncated_completions=True)
     with torch.no_grad():
         run.model.lm_head.weight[0] *= 4
-    (batch,) = run._generate([row for row in PROMPTS[:2] for _ in range(4)])
+    (batch,) = run.collector([row for row in PROMPTS[:2] for _ in range(4)]).batches
     ends = (batch.completion_ids == 0) & batch.completion_mask
     counted = batch.completion_mask.any(1)
     assert counted.any()
@@ -343,7 +341,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
 def test_none_is_left_out_of_its_group(tmp_path: Path) -> None:
     values = [1.0, None, 0.0, 1.0, None, None, None, None]
     run = trainer(tmp_path, lambda prompts, **_: values)
-    (batch,) = run._generate([row for row in PROMPTS[:2] for _ in range(4)])
+    (batch,) = run.collector([row for row in PROMPTS[:2] for _ in range(4)]).batches
     advantages = batch.advantages
     assert advantages[1] == 0
     assert (advantages[4:] == 0).all()

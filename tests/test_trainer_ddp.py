@@ -69,7 +69,7 @@ def train(out: Path, size: int, loss_type: str) -> GRPOTrainer:
         ddp_backend="gloo" if "RANK" in os.environ else None,
     )
     run = GRPOTrainer(model, letters, args, PROMPTS, PROMPTS, tokenizer)
-    run.sampler = Script(tokenizer, args.process_index)  # type: ignore[assignment]
+    run.collector.sampler = Script(tokenizer, args.process_index)  # type: ignore[assignment]
     run.train()
     return run
 

@@ -23,13 +23,13 @@ from fused_grpo.trainer.models import character_tokenizer
 def move_reference(run: GRPOTrainer) -> None:
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in run.reference.parameters():
+        for parameter in run.policy.reference.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=g))
 
 
 def generation(run: GRPOTrainer) -> list[MicroBatch]:
     rows = [row for row in PROMPTS[:2] for _ in range(4)]
-    return run._generate(rows)
+    return run.collector(rows).batches
 
 
 def log_p(model: Any, batch: MicroBatch, temperature: float = 1.0) -> Tensor:
@@ -53,7 +53,7 @@ def test_divergence_over_the_vocabulary(tmp_path: Path, estimator: str) -> None:
     move_reference(run)
     (batch,) = generation(run)
     assert batch.ref_logps is None
-    p, r = log_p(run.model, batch, 0.7), log_p(run.reference, batch, 0.7)
+    p, r = log_p(run.model, batch, 0.7), log_p(run.policy.reference, batch, 0.7)
     if estimator == "top_k":
         top = p.topk(4).indices
         p, r = (
@@ -74,7 +74,7 @@ def test_divergence_of_an_adapter(tmp_path: Path) -> None:
     kl = logs(run, "kl")
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert kl[-1] > 1e-5
-    (batch,) = run._generation
+    (batch,) = run._generation.batches
     assert batch.reference is not None
     assert batch.reference[1].weight is causal_lm(run.model).lm_head.weight
 
@@ -141,7 +141,7 @@ def test_the_sampler_s_support_is_kept_when_the_policy_moves(
     ratios = logs(run, "ratio/max")
     assert ratios[0] == pytest.approx(1, abs=1e-5)
     assert ratios[1] > 1 + 1e-3
-    batch = run._generation[0]
+    batch = run._generation.batches[0]
     assert batch.support_ids.shape[-1] == 5
     # the moved policy would choose other entries by itself
     moved = log_p(run.model, batch).topk(5).indices.sort(-1).values
@@ -152,7 +152,7 @@ def test_the_reference_is_over_the_same_support(tmp_path: Path) -> None:
     run = trainer(tmp_path, keep_sampling_mask=True, top_k=5, beta=0.5)
     move_reference(run)
     (batch,) = generation(run)
-    p, r = log_p(run.model, batch), log_p(run.reference, batch)
+    p, r = log_p(run.model, batch), log_p(run.policy.reference, batch)
     outside = p < p.topk(5).values[..., -1:]
     p, r = (x.masked_fill(outside, -math.inf).log_softmax(-1) for x in (p, r))
     d = (r - p).gather(-1, batch.completion_ids[..., None])[..., 0][batch.completion_mask]

@@ -80,13 +80,14 @@ def test_empty_rows_leave_the_divisor_of_their_scheme(tmp_path: Path) -> None:
         run = trainer(tmp_path / name, aggregation=name, mask_truncated_completions=True)
         with torch.no_grad():
             run.model.lm_head.weight[0] *= 4
-        original = run._generate
+        original = run.collector
 
         def generate(rows: Any, original: Any = original) -> Any:
-            seen.extend(original(rows))
-            return seen[-1:]
+            made = original(rows)
+            seen.extend(made.batches)
+            return made
 
-        run._generate = generate
+        run.collector = generate
         grads[name], _ = first_step(run)
     filled = int((seen[0].completion_mask.sum(1) > 0).sum())
     assert 0 < filled < 8
@@ -113,13 +114,14 @@ def test_sampler_log_probabilities_are_those_of_the_policy(tmp_path: Path) -> No
         tmp_path, sampling_correction="monitor", temperature=0.7, top_k=8, learning_rate=0.0
     )
     seen: list[Any] = []
-    original = run._generate
+    original = run.collector
 
     def generate(rows: Any) -> Any:
-        seen.extend(original(rows))
-        return seen
+        made = original(rows)
+        seen.extend(made.batches)
+        return made
 
-    run._generate = generate  # type: ignore[method-assign]
+    run.collector = generate  # type: ignore[method-assign]
     run.args.max_steps = 1
     run.train()
     (batch,) = seen
@@ -136,16 +138,16 @@ def test_corrections_reach_the_loss(tmp_path: Path) -> None:
 
     def make(name: str, **options: Any) -> Any:
         run = trainer(tmp_path / name, **options)
-        original = run._generate
+        original = run.collector
 
         def generate(rows: Any) -> Any:
-            batches = original(rows)
-            for batch in batches:
+            made = original(rows)
+            for batch in made.batches:
                 if batch.sampling_logps is not None:
                     batch.sampling_logps = batch.sampling_logps - 0.1
-            return batches
+            return made
 
-        run._generate = generate  # type: ignore[method-assign]
+        run.collector = generate  # type: ignore[method-assign]
         return run
 
     plain, _ = first_step(make("plain"))

@@ -1,6 +1,6 @@
 """`GRPOTrainer`: group-relative policy optimisation on transformers' Trainer.
 
-One optimizer step: the dataloader names the prompts, `_generate` samples and scores completions,
+One optimizer step: the dataloader names the prompts, a `Collector` samples and scores completions,
 `training_step` takes the next micro-batch of them, and `compute_loss` runs `grpo_loss` inside the
 model's forward. Everything else (optimizer, schedule, checkpoints, logging) is the Trainer's.
 """
@@ -19,20 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ProgressCallback, Trainer
 
-from fused_grpo.advantages import multi_reward_advantages, weighted_sum
+from fused_grpo.advantages import weighted_sum
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import setup
-from fused_grpo.trainer.batches import (
-    MicroBatch,
-    grouped,
-    logps_of,
-    loss_of,
-    split,
-    states_of,
-    support_of,
-)
+from fused_grpo.trainer.batches import MicroBatch, loss_of
+from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import (
     MetricLog,
@@ -41,13 +34,12 @@ from fused_grpo.trainer.metrics import (
     completion_metrics,
     reward_metrics,
 )
-from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
-from fused_grpo.trainer.rollout import Sample, Sampler
+from fused_grpo.trainer.policy import Policy
+from fused_grpo.trainer.rewards import RewardFunc, score
+from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.sampler import GroupSampler
 
 ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
-# the estimators that count a completion as often as it has tokens
-TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 class GRPOTrainer(Trainer):
@@ -128,17 +120,25 @@ class GRPOTrainer(Trainer):
             self.add_callback(RewardBar)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        needs_copy = args.beta > 0 and not setup.is_peft(self.model)
-        self.reference = setup.frozen_copy(self.model) if needs_copy else None
+        self.policy = Policy(self.model, copy_reference=args.beta > 0)
         self.entropy_control = args.adaptive_entropy()
         self._entropy = torch.zeros(2, dtype=torch.float64)  # sum over counted tokens, their number
         self._metrics = MetricLog()
+        self.collector = Collector(
+            args,
+            self.accelerator,
+            self.policy,
+            self.sampler,
+            self.reward_funcs,
+            self.processing_class,
+            self._metrics,
+        )
         self._restart()
         if args.world_size > 1:
             set_seed(args.seed, device_specific=True)  # or all processes would sample the same
 
     def _restart(self) -> None:
-        self._generation: list[MicroBatch] = []
+        self._generation: Generation | None = None
         self._micro_step: int | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,9 +180,10 @@ class GRPOTrainer(Trainer):
         if self._micro_step is None:
             self._micro_step = self.state.global_step * args.gradient_accumulation_steps
         begins = self._micro_step % (args.generation_steps * args.num_iterations) == 0
-        if begins or not self._generation:  # a run resumed inside a generation samples it again
-            self._generation = self._generate(inputs)
-        batch: Any = self._generation[self._micro_step % args.generation_steps]
+        if begins or self._generation is None:  # a run resumed inside one samples it again
+            self._generation = self.collector(inputs)
+            self.state.num_input_tokens_seen += self._generation.tokens
+        batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
         loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
         if self._micro_step % args.gradient_accumulation_steps == 0:
@@ -250,94 +251,6 @@ class GRPOTrainer(Trainer):
         """Not counted: sampling has its share, which the Trainer's estimate does not know."""
         return 0
 
-    # ---- one generation -------------------------------------------------------------------------
-
-    def _generate(self, rows: list[dict[str, Any]]) -> list[MicroBatch]:
-        """Sample and score; `rows` hold each prompt once for each of its completions."""
-        args = self.args
-        prompts, copies = grouped([row["prompt"] for row in rows])
-        sample = self.sampler(self.model, prompts, copies)
-        rewards = score(self.reward_funcs, rows, sample, self.processing_class)
-        greedy = self._greedy_rewards(rows, prompts, copies) if self._needs_greedy else None
-        advantages = self._advantages(rewards, sample.completion_mask.sum(1), greedy)
-        counted = sample.completion_mask
-        if args.mask_truncated_completions:
-            counted = counted & sample.ended[:, None]
-        self._log_sample(sample)
-        batches = split(sample, counted, advantages, args.per_device_train_batch_size)
-        steps = args.gradient_accumulation_steps
-        for start in range(0, len(batches), steps):
-            step = batches[start : start + steps]
-            lengths = torch.cat([batch.completion_mask.sum(1) for batch in step])
-            local = torch.stack(
-                [lengths.sum(), torch.ones_like(lengths).sum(), (lengths > 0).sum()]
-            )
-            # gradients are averaged over the processes: each divides by its part of the sum
-            gathered = self.accelerator.gather(local[None]).sum(0) / args.world_size
-            for batch in step:
-                batch.num_items, batch.num_rows, batch.num_nonempty = gathered
-                if args.sampler_support and args.reuses_samples:
-                    batch.support_ids = self._at_head(self.model, batch, support_of(batch, args))
-                # the policy moves before this batch is used, or something compares with it
-                if args.generation_steps > steps or args.needs_old:
-                    batch.old_logps = self._at_head(self.model, batch, logps_of(batch, args))
-                if args.needs_reference_states:
-                    batch.reference = self._at_reference(batch, states_of(batch))
-                elif args.beta > 0:
-                    batch.ref_logps = self._at_reference(batch, logps_of(batch, args))
-        return batches
-
-    def _advantages(self, rewards: Tensor, lengths: Tensor, greedy: Tensor | None = None) -> Tensor:
-        """[B] of this process; groups may span processes, so that the rewards of all count.
-
-        `lengths` [B] in tokens, `greedy` [B] the reward of each prompt's greedy completion.
-        """
-        args = self.args
-        rewards = self.accelerator.gather(rewards)
-        total = weighted_sum(rewards, args.reward_weights)
-        self._metrics.add(reward_metrics(rewards, total, self._names(), args.num_generations))
-        options = args.advantage_options
-        if args.advantage_estimator in TOKEN_WEIGHTED:
-            options["lengths"] = self.accelerator.gather(lengths)
-        if greedy is not None:
-            options["greedy_rewards"] = self.accelerator.gather(greedy)[:: args.num_generations]
-        advantages = multi_reward_advantages(rewards, args.num_generations, **options)
-        return advantages.chunk(args.world_size)[args.process_index]
-
-    @property
-    def _needs_greedy(self) -> bool:
-        return self.args.advantage_estimator == "remax"
-
-    def _greedy_rewards(
-        self, rows: list[dict[str, Any]], prompts: list[Any], copies: int
-    ) -> Tensor:
-        """[B] the weighted reward of one greedy completion of each row's prompt (ReMax)."""
-        sample = self.sampler(self.model, prompts, greedy=True)
-        rewards = score(self.reward_funcs, rows[::copies], sample, self.processing_class)
-        return weighted_sum(rewards, self.args.reward_weights).repeat_interleave(copies)
-
-    @torch.no_grad()
-    def _at_head(self, model: nn.Module, batch: MicroBatch, head_fn: Any) -> Any:
-        """What `head_fn` makes of the hidden states of a micro-batch and the head."""
-        model.eval()
-        return model(**batch.model_inputs(model), head_fn=head_fn)
-
-    def _at_reference(self, batch: MicroBatch, head_fn: Any) -> Any:
-        if self.reference is not None:
-            return self._at_head(self.reference, batch, head_fn)
-        with self.model.disable_adapter():
-            return self._at_head(self.model, batch, head_fn)
-
-    def _log_sample(self, sample: Sample) -> None:
-        lengths = self.accelerator.gather(sample.completion_mask.sum(1))
-        ended = self.accelerator.gather(sample.ended)
-        read = self.accelerator.gather(sample.prompt_mask.sum(1))
-        self.state.num_input_tokens_seen += int(lengths.sum() + read.sum())
-        self._metrics.add(completion_metrics(lengths, ended))
-
-    def _names(self) -> list[str]:
-        return [reward_name(func) for func in self.reward_funcs]
-
     # ---- evaluation -----------------------------------------------------------------------------
 
     def evaluate(
@@ -362,7 +275,7 @@ class GRPOTrainer(Trainer):
         rewards, lengths, ended = self._greedy(dataset)
         total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {
-            **reward_metrics(rewards, total, self._names(), None),
+            **reward_metrics(rewards, total, self.collector.reward_names, None),
             **completion_metrics(lengths, ended),
             "runtime": torch.tensor(time.perf_counter() - start),
         }
