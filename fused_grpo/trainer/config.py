@@ -89,6 +89,13 @@ class GRPOConfig(LossArguments, TrainingArguments):
     mask_truncated_completions: bool = arg(
         False, "Leave completions that did not end within max_completion_length out of the loss."
     )
+    # nothing lost
+    max_nonfinite_steps: int = arg(
+        10, "Stop after so many steps in a row whose loss or gradient was not finite."
+    )
+    max_failed_saves: int = arg(
+        3, "Stop after so many checkpoints in a row that could not be written."
+    )
     # rewards and advantages
     reward_weights: list[float] | None = arg(None, "One per reward function; default: all 1.")
     scale_rewards: str = arg(
@@ -186,6 +193,8 @@ class GRPOConfig(LossArguments, TrainingArguments):
             ("num_generations", 2),
             ("max_completion_length", 1),
             ("num_iterations", 1),
+            ("max_nonfinite_steps", 1),
+            ("max_failed_saves", 1),
             ("top_k", 0),
         ):
             value = getattr(self, name)

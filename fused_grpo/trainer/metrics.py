@@ -38,6 +38,14 @@ class MetricLog:
         self._values.clear()
         return out
 
+    def pending(self) -> dict[str, list[tuple[float, float]]]:
+        """What a log would take now, as numbers; it stays."""
+        return {n: [(float(v), float(w)) for v, w in e] for n, e in self._values.items()}
+
+    def restore(self, pending: dict[str, list[tuple[float, float]]]) -> None:
+        """Go on from what `pending` gave."""
+        self._values = {name: list(entries) for name, entries in pending.items()}
+
     @staticmethod
     def merge(parts: list[dict[str, float]]) -> dict[str, float]:
         """What `drain` gave on several processes, as one."""
@@ -106,6 +114,10 @@ class MetricsFile(TrainerCallback):
 
     def __init__(self) -> None:
         self._opened = False
+
+    def resumed(self) -> None:
+        """The file is that of the checkpoint a run continues from: keep all of it."""
+        self._opened = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not logs:

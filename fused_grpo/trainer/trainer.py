@@ -7,26 +7,27 @@ model's forward. Everything else (optimizer, schedule, checkpoints, logging) is 
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, ProgressCallback, Trainer
+from transformers import AutoTokenizer, ProgressCallback
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer import setup
-from fused_grpo.trainer.batches import MicroBatch, loss_of
+from fused_grpo.trainer import identity, setup
+from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
 from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.durable import DurableTrainer
 from fused_grpo.trainer.metrics import (
     MetricLog,
     MetricsFile,
@@ -35,14 +36,12 @@ from fused_grpo.trainer.metrics import (
     reward_metrics,
 )
 from fused_grpo.trainer.policy import Policy
-from fused_grpo.trainer.rewards import RewardFunc, score
+from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.sampler import GroupSampler
 
-ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
 
-
-class GRPOTrainer(Trainer):
+class GRPOTrainer(DurableTrainer):
     """Trains a causal language model on rewards of its own completions.
 
         GRPOTrainer(
@@ -108,7 +107,7 @@ class GRPOTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=list,  # type: ignore[arg-type]
+            data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -133,6 +132,8 @@ class GRPOTrainer(Trainer):
             self.processing_class,
             self._metrics,
         )
+        fixed = setup.is_peft(self.model) or self.policy.reference is not None
+        self._model_identity = identity.model_identity(self.model, needs_base=fixed)
         self._restart()
         if args.world_size > 1:
             set_seed(args.seed, device_specific=True)  # or all processes would sample the same
@@ -180,7 +181,7 @@ class GRPOTrainer(Trainer):
         if self._micro_step is None:
             self._micro_step = self.state.global_step * args.gradient_accumulation_steps
         begins = self._micro_step % (args.generation_steps * args.num_iterations) == 0
-        if begins or self._generation is None:  # a run resumed inside one samples it again
+        if begins or self._generation is None:
             self._generation = self.collector(inputs)
             self.state.num_input_tokens_seen += self._generation.tokens
         batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
@@ -208,6 +209,7 @@ class GRPOTrainer(Trainer):
         if batch.old_logps is None and self.args.num_iterations > 1:
             # the policy that sampled is that of this first pass: its log-probs are the old ones
             batch.old_logps = out.per_token_logps
+        self.watch.add(batch, out.per_token_logps)
         metrics = dict(out.metrics)
         tokens = metrics.pop("num_tokens")
         if control is not None:
@@ -221,22 +223,47 @@ class GRPOTrainer(Trainer):
         if self.entropy_control is None:
             return
         total, tokens = self.accelerator.reduce(self._entropy.to(self.args.device)).tolist()
-        self.entropy_control.update(total / max(tokens, 1.0))
+        if math.isfinite(total):
+            self.entropy_control.update(total / max(tokens, 1.0))
         self._entropy.zero_()
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.entropy_control is not None and self.args.should_save:
-            path = Path(output_dir) / ENTROPY_FILE
-            path.write_text(json.dumps(self.entropy_control.state()))
+    # ---- what a checkpoint holds beside the Trainer's own ---------------------------------------
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.entropy_control is None:
-            return
-        path = Path(checkpoint) / ENTROPY_FILE
-        if path.exists():
-            self.entropy_control = AdaptiveEntropy(**json.loads(path.read_text()))
+    def run_about(self) -> dict[str, Any]:
+        """What makes this run the one it is; see `identity`."""
+        rewards = [reward_name(func) for func in self.reward_funcs]
+        return identity.describe(self._model_identity, self.train_dataset, self.args, rewards)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What moves with the steps and is the same on all processes."""
+        control = self.entropy_control
+        return {"entropy": None if control is None else control.state()}
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Takes what `shared_state` gave."""
+        if self.entropy_control is not None and state["entropy"] is not None:
+            self.entropy_control = AdaptiveEntropy(**state["entropy"])
+
+    def process_state(self) -> dict[str, Any]:
+        """The metrics since the last log and, inside a generation, the samples of it."""
+        args, generation = self.args, self._generation
+        inside = (self._micro_step or 0) % (args.generation_steps * args.num_iterations) != 0
+        if generation is None or not inside:
+            return {"metrics": self._metrics.pending(), "generation": None}
+        # the reference's states are as large as the samples are small: they are computed again
+        batches = [replace(batch, reference=None) for batch in generation.batches]
+        return {
+            "metrics": self._metrics.pending(),
+            "generation": replace(generation, batches=batches),
+        }
+
+    def load_process_state(self, state: dict[str, Any], same_shape: bool) -> None:
+        """Takes what `process_state` gave, and the generation if its rows are still the same."""
+        self._metrics.restore(state["metrics"])
+        self._generation = state["generation"] if same_shape else None
+        if self._generation is not None and self.args.needs_reference_states:
+            for batch in self._generation.batches:
+                batch.reference = self.policy.at_reference(batch, states_of(batch))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names, to those of the Trainer."""
@@ -245,6 +272,7 @@ class GRPOTrainer(Trainer):
             if self.args.world_size > 1:
                 own = MetricLog.merge(gather_object([own]))
             logs.update(own, num_tokens=float(self.state.num_input_tokens_seen))
+            logs["skipped_steps"] = float(self.watch.skipped)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -280,7 +308,8 @@ class GRPOTrainer(Trainer):
             "runtime": torch.tensor(time.perf_counter() - start),
         }
         out = {f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()}
-        self.log(dict(out))
+        with self.owned():
+            self.log(dict(out))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, out)
         return out
 
