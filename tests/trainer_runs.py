@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from fused_grpo.trainer.models import tiny
 
 PROMPTS = [{"prompt": text} for text in ("ab", "hello", "x=1+2", "no", "q: a")]
 STEPS = 6
+
+gc.freeze()  # the Trainer collects garbage whenever it starts: spare it what imports have made
 
 
 class Crash(RuntimeError):
