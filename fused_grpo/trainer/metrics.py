@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
 from fused_grpo.advantages import zero_variance_fraction
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 BAR_METRICS = ("reward", "completions/mean_length", "entropy", "kl", "loss")
@@ -131,15 +135,34 @@ class MetricsFile(TrainerCallback):
         entry = {"step": state.global_step}
         # NaN is not JSON
         entry.update({k: None if isinstance(v, float) and v != v else v for k, v in logs.items()})
-        with path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        try:
+            _append(path, json.dumps(entry) + "\n")
+        except OSError as error:  # a full disk
+            logger.warning("step %d is missing in %s: %s", state.global_step, path, error)
+
+
+def _append(path: Path, line: str) -> None:
+    """All of the line or nothing."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        data = line.encode()
+        try:
+            if file.write(data) != len(data):
+                raise OSError("the disk is full")
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl; none if there is no such file."""
+    """The entries of a metrics.jsonl; none if there is no such file.
+
+    A line without its end is what a crash has left of it, and left out.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines() if line.strip()]
 
 
 class RewardBar(ProgressCallback):
