@@ -3,7 +3,7 @@
     python tests/crash_loop.py FOLDER KILLS [SEED]
 
 prints its figures as JSON; exit status 0 if every run directory stayed readable and every run ended
-with the same bits. One process imports everything and forks the runs, so that a kill costs no import.
+with the same bits. One process imports everything and forks the runs, so that kills are cheap.
 """
 
 from __future__ import annotations
