@@ -34,7 +34,7 @@ class Interrupted(SystemExit):
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(128 + signum)
-        self.message = message
+        self.status, self.message = 128 + signum, message
 
     def __str__(self) -> str:
         return self.message
