@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from dataclasses import dataclass
@@ -407,3 +408,15 @@ def test_a_line_that_does_not_fit_on_the_disk_is_left_out_of_the_metrics(
     assert [entry["step"] for entry in entries] == [1, 4]
     assert "step 2 is missing in" in caplog.text
     assert "step 3 is missing in" in caplog.text
+
+
+def test_the_example_of_the_document_runs_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = Path(__file__).parents[1] / "docs" / "trainer-checkpoints.md"
+    (block,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    for steps in (4, 6):
+        exec(block.replace("max_steps=4", f"max_steps={steps}"), {})
+        names = sorted(p.name for p in Path("runs/kept-in-python").glob("checkpoint-*"))
+        assert names == [f"checkpoint-{steps - 2}", f"checkpoint-{steps}"]

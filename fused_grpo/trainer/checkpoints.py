@@ -229,6 +229,8 @@ def _digest_json(value: Any) -> str:
 
 def _sync(path: Path) -> None:
     """Make a file, or the names in a folder, survive a power cut."""
+    if os.name == "nt":  # which opens no folders
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

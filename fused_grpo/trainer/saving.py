@@ -119,6 +119,7 @@ class SavingTrainer(Trainer):
             self._saving, state.best_global_step = None, best
         if not self.args.save_only_model:
             save_state(draft / PROCESS_STATE.format(self.args.process_index), self._own_state())
+        shared = self.shared_state()  # by all processes: it may have to be gathered
         if not self.args.should_save:
             return
         # the Trainer looks for the best checkpoint where this one is written, not where it will be
@@ -126,7 +127,7 @@ class SavingTrainer(Trainer):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         state.save_to_json(str(draft / "trainer_state.json"))
         if not self.args.save_only_model:
-            save_state(draft / SHARED_STATE, self.shared_state())
+            save_state(draft / SHARED_STATE, shared)
         if (run_dir / METRICS_FILE).exists():
             shutil.copy(run_dir / METRICS_FILE, draft / METRICS_FILE)
 
@@ -150,9 +151,10 @@ class SavingTrainer(Trainer):
             func()
         except Exception as error:
             words = f"{type(error).__name__}: {error}"
-            if not isinstance(error, (OSError, SafetensorError)) and not any(
-                part in words for part in WRITE_ERRORS
-            ):
+            known = isinstance(error, (OSError, SafetensorError))
+            if not known and not any(part in words for part in WRITE_ERRORS):
+                raise
+            if self.is_fsdp_enabled:  # the others wait for this one in the middle of a shard
                 raise
             problem = words
         if self.args.world_size > 1:
