@@ -112,9 +112,8 @@ class DurableTrainer(SavingTrainer):
         """Called once a step, when its gradient is complete: all processes agree on what it is."""
         norm = super()._get_grad_norm(model, grad_norm)
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        scaled = (
-            getattr(self.accelerator, "scaler", None) is not None
-        )  # it leaves out overflows, which are normal
+        # fp16's scaler leaves out overflows, which are normal
+        scaled = getattr(self.accelerator, "scaler", None) is not None
         good = self.watch.is_finite(float(whole), ignore_gradient=scaled)
         flags = torch.tensor([float(not good), float(self._signals.received)])
         if self.args.world_size > 1:
