@@ -146,8 +146,7 @@ def soft_overlong(lengths: Tensor, longest: int, buffer: int, factor: float = 1.
 
     0 up to `longest - buffer` tokens, then falling evenly to -factor at `longest`.
     """
-    beyond = lengths - (longest - buffer)
-    return -factor * (beyond / buffer).clamp(0, 1)
+    return factor * ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 def _why(func: RewardFunc, error: Exception, batch: dict[str, list[Any]]) -> str:
