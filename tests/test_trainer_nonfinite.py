@@ -114,14 +114,13 @@ def test_the_entropy_controller_does_not_learn_from_it(tmp_path: Path) -> None:
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         loss = original(*args, **kwargs)
         if run.state.global_step == 2:
-            run._entropy *= math.nan
+            run.controls._sums *= math.nan
             return loss * math.nan
         return loss
 
     run.compute_loss = compute_loss  # type: ignore[method-assign]
     run.train()
-    control = run.entropy_control
-    assert control is not None
+    control: Any = run.controls.by_name["entropy_coef"]
     assert math.isfinite(control.last)
     assert control.coef == pytest.approx(0.3 + 0.005 * (STEPS - 1))
 

@@ -42,6 +42,18 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         },
         3,
     ),
+    "adaptive KL and a reference that moves": (
+        {
+            "beta": 0.1,
+            "use_adaptive_kl": True,
+            "kl_target": 1e-3,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+            "num_iterations": 2,
+        },
+        3,
+    ),
+    "dynamic sampling": ({"dynamic_sample": True, "num_iterations": 2}, 3),
     "routed gradients": ({"backward": "routed", "route_tau": 0.05, "num_iterations": 2}, 3),
     "reference": ({"beta": 0.3, "num_iterations": 2}, 3),
     "states of the reference": ({"beta": 0.3, "kl_estimator": "full", "num_iterations": 2}, 3),

@@ -113,5 +113,5 @@ def assert_same(one: GRPOTrainer, two: GRPOTrainer) -> None:
             assert torch.equal(tensor, right[name]), f"{part} {name}"
     assert timeless(one.state.log_history) == timeless(two.state.log_history)
     assert metrics(Path(one.args.output_dir)) == metrics(Path(two.args.output_dir))
-    assert one.entropy_control == two.entropy_control
+    assert one.controls.state_dict() == two.controls.state_dict()
     assert one.state.num_input_tokens_seen == two.state.num_input_tokens_seen

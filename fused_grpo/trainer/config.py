@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from fused_grpo.advantages import AGGREGATIONS
 from fused_grpo.estimators import ESTIMATORS
 from fused_grpo.kl import HEAD_KL
+from fused_grpo.trainer.loop_args import LoopArguments
 from fused_grpo.trainer.loss_args import LossArguments, arg
 
 # what the trainer sets itself, or what would hide where a completion ends
@@ -30,7 +31,7 @@ SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 @dataclass
-class GRPOConfig(LossArguments, TrainingArguments):
+class GRPOConfig(LoopArguments, LossArguments, TrainingArguments):
     """Arguments of `GRPOTrainer`; every argument of `transformers.TrainingArguments` works too.
 
     One optimizer step takes per_device_train_batch_size * gradient_accumulation_steps * (number of
@@ -126,9 +127,11 @@ class GRPOConfig(LossArguments, TrainingArguments):
         if isinstance(self.rejection, str):  # the parent would parse it too late
             self.rejection = _json("rejection", self.rejection)
         self.check_loss()
+        self.check_loop()
         super().__post_init__()
         self._check_generation_kwargs()
         self._check_batch()
+        self.adaptive_kl()
 
     @property
     def sampler_support(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ model's forward. Everything else (optimizer, schedule, checkpoints, logging) is 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,13 +19,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ProgressCallback
 
 from fused_grpo.advantages import weighted_sum
-from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import identity, setup
 from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
 from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.controls import Controls
 from fused_grpo.trainer.durable import DurableTrainer
 from fused_grpo.trainer.metrics import (
     MetricLog,
@@ -35,7 +34,7 @@ from fused_grpo.trainer.metrics import (
     completion_metrics,
     reward_metrics,
 )
-from fused_grpo.trainer.policy import Policy
+from fused_grpo.trainer.policy import Policy, SyncReference
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.sampler import GroupSampler
@@ -119,9 +118,10 @@ class GRPOTrainer(DurableTrainer):
             self.add_callback(RewardBar)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        self.policy = Policy(self.model, copy_reference=args.beta > 0)
-        self.entropy_control = args.adaptive_entropy()
-        self._entropy = torch.zeros(2, dtype=torch.float64)  # sum over counted tokens, their number
+        self.policy = Policy(self.model, args.beta > 0, synced=args.sync_ref_model)
+        if args.sync_ref_model:
+            self.add_callback(SyncReference(self.policy))
+        self.controls = Controls(args, self.accelerator)
         self._metrics = MetricLog()
         self.collector = Collector(
             args,
@@ -155,6 +155,7 @@ class GRPOTrainer(DurableTrainer):
             raise ValueError("training needs train_dataset")
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
+        self.collector.dataset = self.train_dataset
         batches = GroupSampler(
             len(self.train_dataset),
             num_generations=args.num_generations,
@@ -180,15 +181,16 @@ class GRPOTrainer(DurableTrainer):
         args, start = self.args, time.perf_counter()
         if self._micro_step is None:
             self._micro_step = self.state.global_step * args.gradient_accumulation_steps
-        begins = self._micro_step % (args.generation_steps * args.num_iterations) == 0
-        if begins or self._generation is None:
+        number, place = divmod(self._micro_step, args.generation_steps * args.num_iterations)
+        if place == 0 or self._generation is None:
+            self.collector.number = number
             self._generation = self.collector(inputs)
             self.state.num_input_tokens_seen += self._generation.tokens
         batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
         loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
         if self._micro_step % args.gradient_accumulation_steps == 0:
-            self._adapt_entropy()
+            self.controls.step()
         elapsed = time.perf_counter() - start
         self._metrics.add({"step_time": elapsed * args.gradient_accumulation_steps})
         return loss
@@ -202,30 +204,19 @@ class GRPOTrainer(DurableTrainer):
     ) -> Any:
         """The share of a `MicroBatch` in the loss of its optimizer step."""
         batch: MicroBatch = inputs
-        control = self.entropy_control
-        coef = None if control is None else control.current
-        head_fn = loss_of(batch, self.args, coef, self.state.global_step)
+        coefficients = self.controls.coefficients
+        head_fn = loss_of(batch, self.args, self.state.global_step, **coefficients)
         out: GRPOLossOutput = model(**batch.model_inputs(self.model), head_fn=head_fn)
         if batch.old_logps is None and self.args.num_iterations > 1:
             # the policy that sampled is that of this first pass: its log-probs are the old ones
             batch.old_logps = out.per_token_logps
         self.watch.add(batch, out.per_token_logps)
-        metrics = dict(out.metrics)
+        metrics: dict[str, Any] = dict(out.metrics)
         tokens = metrics.pop("num_tokens")
-        if control is not None:
-            metrics["entropy_coef"] = torch.tensor(control.current)
-            self._entropy += torch.stack([metrics["entropy"] * tokens, tokens]).double().cpu()
+        self.controls.observe(metrics, tokens)
+        metrics.update(coefficients)
         self._metrics.add(metrics, weight=tokens)
         return (out.loss, out) if return_outputs else out.loss
-
-    def _adapt_entropy(self) -> None:
-        """Gives the controller the mean entropy of the step, over all processes."""
-        if self.entropy_control is None:
-            return
-        total, tokens = self.accelerator.reduce(self._entropy.to(self.args.device)).tolist()
-        if math.isfinite(total):
-            self.entropy_control.update(total / max(tokens, 1.0))
-        self._entropy.zero_()
 
     # ---- what a checkpoint holds beside the Trainer's own ---------------------------------------
 
@@ -236,13 +227,12 @@ class GRPOTrainer(DurableTrainer):
 
     def shared_state(self) -> dict[str, Any]:
         """What moves with the steps and is the same on all processes."""
-        control = self.entropy_control
-        return {"entropy": None if control is None else control.state()}
+        return {"controls": self.controls.state_dict(), "policy": self.policy.state_dict()}
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Takes what `shared_state` gave."""
-        if self.entropy_control is not None and state["entropy"] is not None:
-            self.entropy_control = AdaptiveEntropy(**state["entropy"])
+        self.controls.load_state_dict(state["controls"])
+        self.policy.load_state_dict(state["policy"])
 
     def process_state(self) -> dict[str, Any]:
         """The metrics since the last log and, inside a generation, the samples of it."""
@@ -324,7 +314,9 @@ class GRPOTrainer(DurableTrainer):
         results: list[tuple[list[float], int, bool]] = []
         for batch in batches:
             sample = self.sampler(self.model, [row["prompt"] for row in batch], greedy=True)
-            rewards = score(self.reward_funcs, batch, sample, self.processing_class).tolist()
+            calls = args.reward_calls
+            scored = score(self.reward_funcs, batch, sample, self.processing_class, **calls)
+            rewards = scored.tolist()
             lengths = sample.completion_mask.sum(1).tolist()
             results += zip(rewards, lengths, sample.ended.tolist(), strict=True)
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
