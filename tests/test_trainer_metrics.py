@@ -66,12 +66,14 @@ def test_tokens_per_second_are_those_since_the_last_log() -> None:
 
 
 def test_peak_memory_is_that_of_this_process() -> None:
-    before = peak_memory()["memory/peak_gb"]
-    assert 0.1 < before < 1000
-    if not torch.cuda.is_available():
-        block = torch.ones(int(before * 1e9 / 4) + 50_000_000)
-        assert peak_memory()["memory/peak_gb"] > before + 0.1
-        del block
+    status = Path("/proc/self/status")
+    if torch.cuda.is_available() or not status.exists():
+        pytest.skip("compared with what Linux says of a process without a GPU")
+    block = torch.ones(25_000_000)  # 0.1 GB
+    peak = peak_memory()["memory/peak_gb"]
+    del block
+    (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+    assert peak == pytest.approx(int(line.split()[1]) * 1024 / 1e9, rel=0.01)
 
 
 def test_a_run_measures_what_is_promised(tmp_path: Path) -> None:
@@ -112,11 +114,11 @@ def test_masked_completions_leave_the_metrics_of_tokens(tmp_path: Path) -> None:
     assert not counted.any(1).all()
     run.model.load_state_dict(weights, strict=False)
     run.model.eval()
-    logits = run.model(**batch.model_inputs(run.model)).logits[:, -counted.shape[1] - 1 :]
-    width = counted.shape[1]
-    logps = logits[:, -width:].double().log_softmax(-1)
+    with torch.no_grad():
+        logits = run.model(**batch.model_inputs(run.model)).logits[:, -counted.shape[1] :]
+    logps = logits.double().log_softmax(-1)
     entropy = -(logps.exp() * logps).sum(-1)
     (logged,) = [e["entropy"] for e in run.state.log_history if "entropy" in e]
     assert logged == pytest.approx(entropy[counted].mean().item(), rel=1e-5)
     assert logged >= 0
-    assert entropy[counted].mean() != pytest.approx(entropy.mean().item(), rel=1e-3)
+    assert abs(entropy[counted].mean() - entropy.mean()) > 1e-3

@@ -92,8 +92,11 @@ def find(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it has no completions of that step.
+        ValueError: it has no completions of that step, or best or worst is below 1.
     """
+    for name, value in (("best", best), ("worst", worst)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
     if not path.exists():
         raise FileNotFoundError(f"no {path}: train with --log_completions True to get it")
     steps: dict[int, None] = {}

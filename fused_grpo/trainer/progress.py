@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
@@ -27,7 +28,7 @@ ENDS = 5  # logs at each end of a run that its last line takes means of
 def shown(logs: dict[str, Any]) -> dict[str, str]:
     """Label -> text of the metrics that are there and are numbers."""
     known = {label: logs.get(metric) for label, metric in SHOWN}
-    return {label: f"{v:.3g}" for label, v in known.items() if v is not None and v == v}
+    return {label: _number(v) for label, v in known.items() if v is not None and v == v}
 
 
 def choose(progress: str, disabled: bool, terminal: bool) -> str:
@@ -144,7 +145,7 @@ class Lines(TrainerCallback):
             return
         texts = [f"{label} {value}" for label, value in shown(logs).items()]
         evaluated = [n for n in logs if n.startswith("eval_") and n.endswith("reward")]
-        texts += [f"{name} {logs[name]:.3g}" for name in evaluated]
+        texts += [f"{name} {_number(logs[name])}" for name in evaluated]
         if texts:
             _tell(f"{state.global_step}/{state.max_steps}  " + "  ".join(texts))
 
@@ -185,7 +186,7 @@ def last_line(
         if metric in ("loss", "tokens_per_second") or not values:
             continue
         first, last = values[:ENDS], values[-ENDS:]
-        parts.append(f"{label} {sum(first) / len(first):.3g} -> {sum(last) / len(last):.3g}")
+        parts.append(f"{label} {_number(fmean(first))} -> {_number(fmean(last))}")
     if warnings:
         parts.append(f"{warnings} warning{'s' * (warnings > 1)} in warnings.jsonl")
     return "; ".join(parts)
@@ -197,6 +198,10 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def _tell(text: str) -> None:
