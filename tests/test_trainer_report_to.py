@@ -79,7 +79,7 @@ class Wandb(types.ModuleType):
         self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
         self.run: Any = None
         self.logged: list[dict[str, Any]] = []
-        self.config: Any = types.SimpleNamespace(update=lambda *_, **__: None)
+        self.config: dict[str, Any] = {}
         self.defined: list[str] = []
         self.finished = 0
 
@@ -106,10 +106,16 @@ class Wandb(types.ModuleType):
 
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Wandb()
+    errors = types.ModuleType("wandb.sdk.lib.config_util")
+    errors.ConfigError = type("ConfigError", (Exception,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "wandb.sdk", types.ModuleType("wandb.sdk"))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib", types.ModuleType("wandb.sdk.lib"))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.lib.config_util", errors)
     monkeypatch.setenv("WANDB_WATCH", "false")
     training = trained(tmp_path, report_to="wandb", run_name="one")
     assert wandb.options["name"] == "one"
+    assert wandb.config["num_generations"] == 4
     steps = [entry for entry in wandb.logged if "train/loss" in entry]
     assert [entry["train/global_step"] for entry in steps] == [1, 2]
     for name in NAMES:

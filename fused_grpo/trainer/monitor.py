@@ -43,6 +43,7 @@ class Monitor:
                 args.num_completions_to_print,
             )
             callbacks.append(self.completions)
+            trainer.collector.on_generation = self.completions
         kind = self._replace_progress(trainer)
         if kind != "none":
             callbacks.append(LastLine(lambda: len(warnings.given)))

@@ -132,7 +132,6 @@ class GRPOTrainer(Trainer):
             self._metrics,
         )
         self.monitor = Monitor(self)
-        self.collector.on_generation = self.monitor.completions
         self._restart()
         if args.world_size > 1:
             set_seed(args.seed, device_specific=True)  # or all processes would sample the same
