@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_runs
+import watched_runs
 
 from fused_grpo import cli
 from fused_grpo.trainer.completions import find, table
@@ -21,12 +21,12 @@ def half(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
-    return trainer_runs.lines(path / "completions.jsonl")
+    return watched_runs.lines(path / "completions.jsonl")
 
 
 def test_completions_are_those_that_train_the_model(tmp_path: Path) -> None:
     """Against the batches that reach the loss, and the rewards of the texts."""
-    run = trainer_runs.make(tmp_path, [trainer_runs.letters, half], log_completions=True)
+    run = watched_runs.make(tmp_path, [watched_runs.letters, half], log_completions=True)
     with torch.no_grad():
         run.model.lm_head.weight[0] *= 4  # some end
     seen: list[Any] = []
@@ -52,13 +52,13 @@ def test_completions_are_those_that_train_the_model(tmp_path: Path) -> None:
         assert (entry["prompt"], entry["completion"]) == (prompt, text)
         assert (entry["length"], entry["ended"]) == (len(ids), ended)
         assert entry["advantage"] == advantage
-        assert entry["rewards"]["letters"] == pytest.approx(trainer_runs.letters([text])[0])
+        assert entry["rewards"]["letters"] == pytest.approx(watched_runs.letters([text])[0])
     assert {entry["ended"] for entry in entries} == {True, False}
     assert [entry["rewards"]["half"] for entry in entries] == [1.0, None] * 8
 
 
 def test_without_the_option_there_is_no_file(tmp_path: Path) -> None:
-    trainer_runs.make(tmp_path).train()
+    watched_runs.make(tmp_path).train()
     assert not (tmp_path / "completions.jsonl").exists()
 
 
@@ -74,14 +74,14 @@ def test_without_the_option_there_is_no_file(tmp_path: Path) -> None:
 def test_generations_are_thinned_by_logging_steps(
     tmp_path: Path, options: dict[str, Any], steps: list[int]
 ) -> None:
-    trainer_runs.make(tmp_path, log_completions=True, **options).train()
+    watched_runs.make(tmp_path, log_completions=True, **options).train()
     assert list(dict.fromkeys(entry["step"] for entry in logged(tmp_path))) == steps
 
 
 def test_logging_changes_nothing_else(tmp_path: Path) -> None:
     runs = []
     for name, options in (("a", {}), ("b", {"log_completions": True})):
-        run = trainer_runs.make(tmp_path / name, **options)
+        run = watched_runs.make(tmp_path / name, **options)
         run.train()
         runs.append(run)
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
@@ -89,18 +89,18 @@ def test_logging_changes_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    trainer_runs.make(
+    watched_runs.make(
         tmp_path, log_completions=True, max_steps=3, save_strategy="steps", save_steps=1
     ).train()
     whole = logged(tmp_path)
-    run = trainer_runs.make(tmp_path, log_completions=True, max_steps=3)
+    run = watched_runs.make(tmp_path, log_completions=True, max_steps=3)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert logged(tmp_path) == whole
     assert len(whole) == 24
 
 
 def test_evaluation_is_not_in_it(tmp_path: Path) -> None:
-    run = trainer_runs.make(tmp_path, log_completions=True, eval_strategy="steps", eval_steps=1)
+    run = watched_runs.make(tmp_path, log_completions=True, eval_strategy="steps", eval_steps=1)
     run.evaluate()
     run.train()
     assert len(logged(tmp_path)) == 16
@@ -115,7 +115,7 @@ def test_some_are_printed(
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "200")
-    trainer_runs.make(
+    watched_runs.make(
         tmp_path, log_completions=True, num_completions_to_print=count, max_steps=1
     ).train()
     printed = capsys.readouterr().err
@@ -205,14 +205,14 @@ def test_options_that_do_not_fit(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        trainer_runs.make(tmp_path, **options)
+        watched_runs.make(tmp_path, **options)
 
 
 def test_all_processes_share_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process writes what all have gathered; the others write nothing."""
     from fused_grpo.trainer import completions
 
-    run = trainer_runs.make(tmp_path, log_completions=True)
+    run = watched_runs.make(tmp_path, log_completions=True)
     log = run.monitor.completions
     assert log is not None
     monkeypatch.setattr(completions, "gather_object", lambda own: own + own)

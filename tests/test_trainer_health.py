@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import trainer_runs
+import watched_runs
 
 from fused_grpo.trainer import GRPOConfig
-from fused_grpo.trainer.health import CALM, HealthWarnings
-from fused_grpo.trainer.health_rules import FIRST, RULES, USUAL, Rule
+from fused_grpo.trainer.health import HealthWarnings
+from fused_grpo.trainer.health_rules import CALM, FIRST, RULES, USUAL, Rule
 
 BY_NAME = {rule.name: rule for rule in RULES}
 NAMES = list(BY_NAME)
@@ -85,7 +85,7 @@ def test_a_rule_speaks_at_its_threshold_and_once(tmp_path: Path, name: str) -> N
     assert "{" not in text
     if "*" in rule.metric:
         assert "exact" in text
-    (entry,) = trainer_runs.lines(tmp_path / "warnings.jsonl")
+    (entry,) = watched_runs.lines(tmp_path / "warnings.jsonl")
     assert entry == watch.callback.given[0]
     assert (entry["rule"], entry["step"], entry["text"]) == (name, steps[0], text)
 
@@ -186,7 +186,7 @@ def test_a_resumed_run_remembers_and_does_not_repeat(tmp_path: Path) -> None:
     second = Watch(tmp_path, first.state.log_history)
     assert second("entropy", [2.0] * 5, kl=3.0) == []
     assert second("entropy", [0.01] * 10) == [27]  # against the first logs of all
-    entries = trainer_runs.lines(tmp_path / "warnings.jsonl")
+    entries = watched_runs.lines(tmp_path / "warnings.jsonl")
     assert [(e["rule"], e["step"]) for e in entries] == [
         ("kl_explosion", 3),
         ("entropy_collapse", 27),
@@ -205,7 +205,7 @@ def test_other_processes_are_silent(tmp_path: Path) -> None:
 
 def warned(path: Path) -> set[str]:
     file = path / "warnings.jsonl"
-    return {entry["rule"] for entry in trainer_runs.lines(file)} if file.exists() else set()
+    return {entry["rule"] for entry in watched_runs.lines(file)} if file.exists() else set()
 
 
 def same(prompts: list[str], **_: Any) -> list[float]:
@@ -221,10 +221,10 @@ def rarely(completions: list[str], **_: Any) -> list[float | None]:
     [
         (same, {"max_steps": 10}, {"zero_variance", "reward_constant"}),
         (rarely, {"max_steps": 4}, {"reward_missing"}),
-        (trainer_runs.letters, {"max_steps": 6, "max_completion_length": 2}, {"truncation"}),
-        (trainer_runs.letters, {"max_steps": 6, "learning_rate": 1e-4}, set()),
+        (watched_runs.letters, {"max_steps": 6, "max_completion_length": 2}, {"truncation"}),
+        (watched_runs.letters, {"max_steps": 6, "learning_rate": 1e-4}, set()),
         (
-            trainer_runs.letters,
+            watched_runs.letters,
             {"max_steps": 8, "learning_rate": 0.3, "num_iterations": 4, "beta": 1e-3},
             {"clipping", "kl_explosion"},
         ),
@@ -239,7 +239,7 @@ def test_real_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     eos = {"generation_kwargs": {"eos_token_id": list(range(40))}}  # ends by itself, soon
-    run = trainer_runs.make(
+    run = watched_runs.make(
         tmp_path, reward, **({} if "truncation" in expected else eos), **options
     )
     with caplog.at_level(logging.WARNING, logger="fused_grpo"):
@@ -252,9 +252,9 @@ def test_real_runs(
 
 
 def test_warnings_can_be_switched_off(tmp_path: Path) -> None:
-    trainer_runs.make(tmp_path / "a", same, max_steps=6, run_warnings=False).train()
+    watched_runs.make(tmp_path / "a", same, max_steps=6, run_warnings=False).train()
     thresholds = '{"zero_variance": null}'
-    run = trainer_runs.make(tmp_path / "b", same, max_steps=6, run_warning_thresholds=thresholds)
+    run = watched_runs.make(tmp_path / "b", same, max_steps=6, run_warning_thresholds=thresholds)
     run.train()
     assert warned(tmp_path / "a") == set()
     assert "zero_variance" not in warned(tmp_path / "b")

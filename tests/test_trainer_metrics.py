@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import trainer_runs
+import watched_runs
 
 from fused_grpo.trainer.metrics import MetricLog, Throughput, peak_memory, reward_metrics
 from fused_grpo.trainer.progress import SHOWN
@@ -77,9 +77,9 @@ def test_peak_memory_is_that_of_this_process() -> None:
 
 
 def test_a_run_measures_what_is_promised(tmp_path: Path) -> None:
-    run = trainer_runs.make(tmp_path, beta=0.1, max_steps=3)
+    run = watched_runs.make(tmp_path, beta=0.1, max_steps=3)
     run.train()
-    entries = [e for e in trainer_runs.lines(tmp_path / "metrics.jsonl") if "loss" in e]
+    entries = [e for e in watched_runs.lines(tmp_path / "metrics.jsonl") if "loss" in e]
     assert [entry["step"] for entry in entries] == [1, 2, 3]
     for entry in entries:
         assert not {n for n in NAMES if not isinstance(entry.get(n), (int, float))}
@@ -94,7 +94,7 @@ def test_a_run_measures_what_is_promised(tmp_path: Path) -> None:
 
 def test_masked_completions_leave_the_metrics_of_tokens(tmp_path: Path) -> None:
     """All but the ended completions are masked; what is logged is of those that count."""
-    run = trainer_runs.make(tmp_path, mask_truncated_completions=True, max_steps=1)
+    run = watched_runs.make(tmp_path, mask_truncated_completions=True, max_steps=1)
     with torch.no_grad():
         run.model.lm_head.weight[0] *= 4
     seen: list[Any] = []

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import trainer_runs
+import watched_runs
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from fused_grpo.trainer import monitor, progress
@@ -67,9 +67,9 @@ def test_numbers_shown() -> None:
 def test_one_bar_takes_the_place_of_the_trainers(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     for option, kind in (("rich", RichBar), ("tqdm", TqdmBar), ("lines", Lines)):
-        assert kinds(trainer_runs.make(tmp_path, progress=option)) == [kind]
-    assert kinds(trainer_runs.make(tmp_path, progress="none")) == []
-    assert kinds(trainer_runs.make(tmp_path, progress="auto", disable_tqdm=True)) == []
+        assert kinds(watched_runs.make(tmp_path, progress=option)) == [kind]
+    assert kinds(watched_runs.make(tmp_path, progress="none")) == []
+    assert kinds(watched_runs.make(tmp_path, progress="auto", disable_tqdm=True)) == []
 
 
 def test_a_notebook_keeps_its_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_notebook_keeps_its_own_table(tmp_path: Path, monkeypatch: pytest.Monk
         """As transformers' own, which needs IPython."""
 
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", Notebook)
-    run = trainer_runs.make(tmp_path, progress="auto")
+    run = watched_runs.make(tmp_path, progress="auto")
     assert kinds(run) == []
     callbacks = [type(c) for c in run.callback_handler.callbacks]
     assert Notebook in callbacks
@@ -95,7 +95,7 @@ def test_a_run_shows_its_metrics_and_a_last_line(
         console = pytest.importorskip("rich.console")
         terminal = console.Console(file=stream, force_terminal=True, width=250)
         monkeypatch.setitem(monitor.BARS, "rich", lambda: RichBar(terminal))
-    run = trainer_runs.make(tmp_path, progress=kind, beta=0.1, max_steps=3)
+    run = watched_runs.make(tmp_path, progress=kind, beta=0.1, max_steps=3)
     run.evaluate()
     run.train()
     printed = capsys.readouterr()
@@ -115,7 +115,7 @@ def test_a_run_shows_its_metrics_and_a_last_line(
 def test_nothing_is_printed_with_disable_tqdm(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = trainer_runs.make(tmp_path, progress="auto", disable_tqdm=True)
+    run = watched_runs.make(tmp_path, progress="auto", disable_tqdm=True)
     run.evaluate()
     run.train()
     printed = capfd.readouterr()
@@ -135,7 +135,7 @@ def test_a_failing_run_closes_its_bars(
     def broken(**_: Any) -> list[float]:
         raise KeyError("answer")
 
-    run = trainer_runs.make(tmp_path, broken, progress=kind)
+    run = watched_runs.make(tmp_path, broken, progress=kind)
     with pytest.raises(RuntimeError, match="KeyError"):
         run.train()
     if kind == "rich":
@@ -193,4 +193,4 @@ def test_options_that_do_not_fit(
         progress.importlib.util, "find_spec", lambda n, *a: None if n == "wandb" else find(n, *a)
     )
     with pytest.raises(ValueError, match=message):
-        trainer_runs.make(tmp_path, **options)
+        watched_runs.make(tmp_path, **options)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trainer_runs
+import watched_runs
 
 from fused_grpo.trainer.records import JsonLines, RunLines, read_lines
 
@@ -112,11 +112,11 @@ def test_a_resumed_run_keeps_what_came_before(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_before_a_resumed_training_takes_nothing_away(tmp_path: Path) -> None:
-    first = trainer_runs.make(tmp_path, save_strategy="steps", save_steps=1)
+    first = watched_runs.make(tmp_path, save_strategy="steps", save_steps=1)
     first.train()
-    again = trainer_runs.make(tmp_path, max_steps=3)
+    again = watched_runs.make(tmp_path, max_steps=3)
     again.evaluate()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    entries = trainer_runs.lines(tmp_path / "metrics.jsonl")
+    entries = watched_runs.lines(tmp_path / "metrics.jsonl")
     assert [entry["step"] for entry in entries if "loss" in entry] == [1, 2, 3]
     assert sum("eval_reward" in entry for entry in entries) == 1

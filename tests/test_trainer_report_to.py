@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trainer_runs
+import watched_runs
 
 from fused_grpo import cli
 
@@ -21,11 +21,11 @@ NAMES = {
 
 def trained(path: Path, **options: Any) -> list[dict[str, Any]]:
     """The logs of a run that evaluates before and after it trains."""
-    run = trainer_runs.make(path, beta=0.1, **options)
+    run = watched_runs.make(path, beta=0.1, **options)
     run.evaluate()
     run.train()
     run.evaluate()
-    return [e for e in trainer_runs.lines(path / "metrics.jsonl") if "loss" in e]
+    return [e for e in watched_runs.lines(path / "metrics.jsonl") if "loss" in e]
 
 
 def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_reported_unless_asked_for(tmp_path: Path) -> None:
-    run = trainer_runs.make(tmp_path)
+    run = watched_runs.make(tmp_path)
     assert run.args.report_to == []
     names = [type(callback).__module__ for callback in run.callback_handler.callbacks]
     assert not [name for name in names if "integrations" in name]

@@ -14,14 +14,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from fused_grpo.trainer.health_rules import READINGS, RULES, THRESHOLDS, Rule, Series
+from fused_grpo.trainer.health_rules import CALM, READINGS, RULES, THRESHOLDS, WORSE, Rule, Series
 from fused_grpo.trainer.records import RunLines
 
 logger = logging.getLogger(__name__)
 
 WARNINGS_FILE = "warnings.jsonl"
-WORSE = 2.0  # said again when the reading has moved this factor further
-CALM = 20  # said anew after so many logs without trouble
 
 
 @dataclass

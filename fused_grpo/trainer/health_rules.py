@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 FIRST = 10  # logs at the start of a run that later ones are compared with
 USUAL = 20  # logs that tell what is usual, half of them at least
+WORSE = 2.0  # said again when the reading has moved this factor further
+CALM = 20  # said anew after so many logs without trouble
 MARGIN = 0.1  # a trouble is over when the reading is back by this share of the threshold
 
 

@@ -37,12 +37,16 @@ class MetricLog:
         for name, value in metrics.items():
             self._values.setdefault(name, []).append((value, weight))
 
+    def pending(self) -> dict[str, list[tuple[float, float]]]:
+        """What a log would take now, as numbers; it stays."""
+        return {n: [(float(v), float(w)) for v, w in e] for n, e in self._values.items()}
+
     def drain(self, gather: Callable[[list[Any]], list[Any]] | None = None) -> dict[str, float]:
         """The means since the last call (extremes for names that end in min or max).
 
         `gather` makes of a list that of all processes; their observations then count alike.
         """
-        own = {n: [(float(v), float(w)) for v, w in seen] for n, seen in self._values.items()}
+        own = self.pending()
         self._values.clear()
         seen: dict[str, list[tuple[float, float]]] = {}
         for part in [own] if gather is None else gather([own]):
