@@ -119,6 +119,7 @@ class HealthWarnings(TrainerCallback):
         cut = self._series.get("completions/clipped_ratio")
         seen = rule.seen.format(
             value=f"{reading:.3g}",
+            share=f"{reading:.0%}",
             now=f"{series.mean(rule.over):.3g}",
             start=f"{series.start:.3g}",
             name=name,

@@ -77,9 +77,9 @@ class Rule:
         reading: a key of `READINGS`.
         sign: +1 warns at the threshold and above it, -1 at it and below.
         over: the number of last logs that are read.
-        seen: what was seen, with {value} (the reading), {now} and {start} (means of the last and of
-            the first logs), {name} (what "*" stood for) and {cut} (the share of truncated
-            completions now).
+        seen: what was seen, with {value} or {share} (the reading, as it is or in percent), {now}
+            and {start} (means of the last and of the first logs), {name} (what "*" stood for) and
+            {cut} (the share of truncated completions now).
         advice: what to try.
     """
 
@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         *("truncation", "completions/clipped_ratio", "mean", +1, 0.5, 5),
-        "{value} of the completions end at max_completion_length, not by themselves",
+        "{share} of the completions end at max_completion_length, not by themselves",
         "a larger max_completion_length; mask_truncated_completions=True; an eos_token_id in "
         "generation_kwargs that the model does write",
     ),
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         *("zero_variance", "frac_reward_zero_std", "mean", +1, 0.8, 5),
-        "{value} of the groups have equal rewards, and teach nothing",
+        "{share} of the groups have equal rewards, and teach nothing",
         "prompts neither too easy nor too hard for this model; a larger num_generations; a higher "
         "temperature; a reward with more than two values",
     ),
@@ -153,12 +153,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         *("clipping", "clip_ratio/region_mean", "mean", +1, 0.3, 3),
-        "the clip holds back {value} of the tokens",
+        "the clip holds back {share} of the tokens",
         "a lower learning_rate; fewer num_iterations or steps_per_generation; a wider epsilon",
     ),
     Rule(
         *("few_effective_tokens", "effective_sample_size", "mean", -1, 0.5, 3),
-        "importance ratios leave {value} of the tokens effective",
+        "importance ratios leave {share} of the tokens effective",
         "fewer num_iterations or steps_per_generation; a lower learning_rate",
     ),
     Rule(
@@ -174,7 +174,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         *("reward_missing", "rewards/*/missing", "mean", +1, 0.5, 3),
-        "reward function {name} returns None for {value} of the completions",
+        "reward function {name} returns None for {share} of the completions",
         "see whether it fails or times out; leave out prompts that it does not apply to",
     ),
     Rule(
