@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from trainer_runs import STEPS, Crash, assert_same, config, crash, trainer
-from transformers import TrainerCallback, TrainerState
+from trainer_runs import STEPS, Crash, assert_same, crash, trainer
+from transformers import TrainerCallback
 
-from fused_grpo.trainer import checkpoints
+from fused_grpo.trainer import GRPOTrainer, checkpoints
 from fused_grpo.trainer.batches import MicroBatch
 from fused_grpo.trainer.checkpoints import BrokenCheckpointError
-from fused_grpo.trainer.metrics import MetricsFile
 from fused_grpo.trainer.saving import SaveError
 from fused_grpo.trainer.state import load_state, save_state
 
@@ -315,19 +314,19 @@ def test_what_is_pushed_is_the_finished_checkpoint(
 # ---- the disk -----------------------------------------------------------------------------------
 
 
-class DiskFull(TrainerCallback):
+def fill_disk(run: GRPOTrainer, steps: range, size: int) -> None:
     """Files cannot grow beyond a size while these steps are saved."""
+    write, limits = run._write, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def __init__(self, steps: range, size: int) -> None:
-        self.steps, self.size = steps, size
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    def full(*args: Any) -> None:
+        allowed = size if run.state.global_step in steps else limits[0]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, limits[1]))
+        try:
+            write(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        size = self.size if state.global_step in self.steps else self.limits[0]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
+    run._write = full  # type: ignore[method-assign]
 
 
 # a size that is too small for: the model; the optimizer; the tokenizer
@@ -337,7 +336,8 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
 ) -> None:
     whole = trainer(tmp_path / "whole", save_strategy="no")
     whole.train()
-    run = trainer(tmp_path / "run", callbacks=[DiskFull(range(3, 5), size)], save_total_limit=1)
+    run = trainer(tmp_path / "run", save_total_limit=1)
+    fill_disk(run, range(3, 5), size)
     seen: list[list[str]] = []
 
     class Look(TrainerCallback):
@@ -385,29 +385,6 @@ def test_a_mistake_in_saving_is_not_taken_for_a_full_disk(tmp_path: Path) -> Non
     run.process_state = lambda: {"x": object()}  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="cannot be saved"):
         run.train()
-
-
-@pytest.fixture
-def file_limit() -> Any:
-    """Sets how large a file may become, until the end of the test."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size or before[0], before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_line_that_does_not_fit_on_the_disk_is_left_out_of_the_metrics(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_limit: Any
-) -> None:
-    args, file = config(tmp_path), MetricsFile()
-    for step, size in ((1, None), (2, 30), (3, 30), (4, None)):
-        state = TrainerState(global_step=step, is_world_process_zero=True)
-        file_limit(size)  # the second line would end beyond it
-        file.on_log(args, state, None, {"loss": 0.25})
-        file_limit(None)
-    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in entries] == [1, 4]
-    assert "step 2 is missing in" in caplog.text
-    assert "step 3 is missing in" in caplog.text
 
 
 def test_the_example_of_the_document_runs_and_goes_on(

@@ -80,7 +80,7 @@ def crash(path: Path, step: int, **options: Any) -> None:
 
 def timeless(entries: list[dict[str, Any]]) -> list[str]:
     """Log entries without what a clock says, comparable with NaN in them."""
-    clocks = ("time", "runtime", "per_second", "train_loss", "total_flos")
+    clocks = ("time", "runtime", "per_second", "train_loss", "total_flos", "peak_gb")
     kept = [{k: v for k, v in e.items() if not k.endswith(clocks)} for e in entries]
     return [json.dumps(entry, sort_keys=True) for entry in kept]
 

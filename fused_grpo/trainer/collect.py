@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from fused_grpo.trainer.rollout import Sample, Sampler
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 OVERLONG = "overlong"  # the name of the punishment of length among the rewards
+
+# takes the rows of this process, their sample, [B, F] rewards and [B] advantages
+OnGeneration = Callable[[list[dict[str, Any]], Sample, Tensor, Tensor], None]
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Collector:
         self.metrics = metrics
         self.dataset: Any = None
         self.number = 0
+        self.on_generation: OnGeneration | None = None
 
     @property
     def reward_names(self) -> list[str]:
@@ -93,6 +97,9 @@ class Collector:
         device = first.rewards.device
         trained = torch.tensor(choice.trained, device=device).repeat_interleave(group)
         advantages = self._share(self._advantages(rounds, choice, trained))
+        if self.on_generation is not None:
+            chosen = torch.cat([r.rewards for r in rounds])[choice.rows(group)]
+            self.on_generation(rows, sample, self._share(chosen), advantages)
         trained = self._share(trained)
         counted = sample.completion_mask & trained[:, None]
         if args.mask_truncated_completions:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fused_grpo.trainer import checkpoints, identity
 from fused_grpo.trainer.guards import Interrupted, RunLock, StopSignals
-from fused_grpo.trainer.metrics import METRICS_FILE, MetricsFile
+from fused_grpo.trainer.metrics import METRICS_FILE
 from fused_grpo.trainer.nonfinite import ADVICE, NonFiniteError, StepWatch, weights_in_words
 from fused_grpo.trainer.saving import SavingTrainer
 
@@ -90,9 +90,6 @@ class DurableTrainer(SavingTrainer):
         logger.warning("resuming from %s", found)
         if (found / METRICS_FILE).exists():
             shutil.copy(found / METRICS_FILE, run_dir / METRICS_FILE)
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, MetricsFile):
-                    callback.resumed()
         return str(found)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, ProgressCallback
+from transformers import AutoTokenizer
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
@@ -29,11 +29,11 @@ from fused_grpo.trainer.controls import Controls
 from fused_grpo.trainer.durable import DurableTrainer
 from fused_grpo.trainer.metrics import (
     MetricLog,
-    MetricsFile,
-    RewardBar,
     completion_metrics,
+    peak_memory,
     reward_metrics,
 )
+from fused_grpo.trainer.monitor import Monitor
 from fused_grpo.trainer.policy import Policy, SyncReference
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sampler
@@ -110,12 +110,10 @@ class GRPOTrainer(DurableTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[MetricsFile(), *(callbacks or [])],
+            callbacks=callbacks,
             optimizers=optimizers,
         )
         setup.check_distribution(self)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(RewardBar)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.policy = Policy(self.model, args.beta > 0, synced=args.sync_ref_model)
@@ -134,6 +132,7 @@ class GRPOTrainer(DurableTrainer):
         )
         fixed = setup.is_peft(self.model) or self.policy.reference is not None
         self._model_identity = identity.model_identity(self.model, needs_base=fixed)
+        self.monitor = Monitor(self)
         self._restart()
         if args.world_size > 1:
             set_seed(args.seed, device_specific=True)  # or all processes would sample the same
@@ -145,7 +144,10 @@ class GRPOTrainer(DurableTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See `transformers.Trainer.train`."""
         self._restart()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.monitor.close()
 
     # ---- the Trainer's hooks --------------------------------------------------------------------
 
@@ -258,9 +260,9 @@ class GRPOTrainer(DurableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names, to those of the Trainer."""
         if "loss" in logs:
-            own = self._metrics.drain()
-            if self.args.world_size > 1:
-                own = MetricLog.merge(gather_object([own]))
+            self._metrics.add(peak_memory())
+            own = self._metrics.drain(gather_object if self.args.world_size > 1 else None)
+            own |= self.monitor.throughput(self.state, own.get("step_time", 0.0))
             logs.update(own, num_tokens=float(self.state.num_input_tokens_seen))
             logs["skipped_steps"] = float(self.watch.skipped)
         super().log(logs, start_time)
