@@ -165,10 +165,10 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
 # ---- two processes ------------------------------------------------------------------------------
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def launch(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     return subprocess.Popen(
-        [*command, __file__, str(folder), *arguments],
+        [*command, __file__, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -177,8 +177,8 @@ def launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_torchrun_passes_a_signal_on_and_two_processes_resume(tmp_path: Path) -> None:
     """Both agree on the step, whichever noticed first; a NaN on one of them is skipped by both."""
-    launched = launch(tmp_path / "cut", "--slow")
-    cut = tmp_path / "cut"
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    launched = launch("--slow", str(cut))
     while launched.poll() is None and not (cut / "checkpoint-2").exists():
         time.sleep(0.05)
     launched.send_signal(signal.SIGTERM)
@@ -191,24 +191,18 @@ def test_torchrun_passes_a_signal_on_and_two_processes_resume(tmp_path: Path) ->
         told = json.loads((cut / f"stopped-{rank}.json").read_text())
         assert told == {"code": 128 + signal.SIGTERM, "step": step}, printed[-3000:]
     assert step < 8
-    for folder in ("cut", "whole"):
-        launched = launch(tmp_path / folder)
-        printed, _ = launched.communicate(timeout=120)
-        assert launched.returncode == 0, printed[-3000:]
-    results = [
-        torch.load(tmp_path / folder / f"end-{rank}.pt")
-        for folder in ("whole", "cut")
-        for rank in (0, 1)
-    ]
+    launched = launch(str(cut), str(whole))
+    printed, _ = launched.communicate(timeout=120)
+    assert launched.returncode == 0, printed[-3000:]
+    results = [torch.load(run / f"end-{rank}.pt") for run in (whole, cut) for rank in (0, 1)]
     for other in results[1:]:
         for name, tensor in results[0].items():
             assert torch.equal(tensor, other[name]), name
     assert results[0]["skipped"] == 1
 
 
-def main(folder: str, slow: bool) -> None:
-    torch.set_num_threads(1)
-    out, rank = Path(folder), int(os.environ["RANK"])
+def main(out: Path, slow: bool) -> None:
+    rank = int(os.environ["RANK"])
     run = trainer(
         out,
         lambda completions, **_: letters(completions),
@@ -239,4 +233,7 @@ def main(folder: str, slow: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "--slow" in sys.argv)
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        if name != "--slow":
+            main(Path(name), "--slow" in sys.argv)
