@@ -297,3 +297,24 @@ def test_samples_of_several_rounds_are_padded_to_one_width() -> None:
     assert whole.sampling_logps.tolist() == [[-3, 0], [-7, 0], [-101, -102]]
     assert whole.ended.tolist() == [True] * 3
     assert select(whole, [2, 0]).prompt_ids.tolist() == [[0, 0, 100], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_rewards": "batch"},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "reinforce_plus_plus_baseline"},
+        {"advantage_estimator": "gdpo"},
+        {"advantage_estimator": "opo"},
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_dropped_groups_count_in_no_statistic(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = scripted(tmp_path, PROMPTS, dynamic_sample=True, max_resample_times=0, **options)
+    (batch,) = collect(run, START)
+    alone = scripted(tmp_path, PROMPTS, per_device_train_batch_size=8, **options)
+    (expected,) = collect(alone, ["v1", "v2"])
+    trained = batch.completion_mask.any(1)
+    assert (batch.advantages[~trained] == 0).all()
+    torch.testing.assert_close(batch.advantages[trained], expected.advantages)
