@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,7 @@ def test_samples_of_several_rounds_are_padded_to_one_width() -> None:
     assert whole.sampling_logps is not None
     assert whole.sampling_logps.tolist() == [[-3, 0], [-7, 0], [-101, -102]]
     assert whole.ended.tolist() == [True] * 3
+    assert joined([one, replace(two, sampling_logps=None)]).sampling_logps is None
     assert select(whole, [2, 0]).prompt_ids.tolist() == [[0, 0, 100], [0, 1, 2]]
 
 
