@@ -83,6 +83,20 @@ def test_a_refilled_generation_is_that_of_the_prompts_that_vary(tmp_path: Path) 
     assert metrics["dynamic_sample/trained"] == 4
 
 
+def test_whoever_listens_gets_what_is_trained_on(tmp_path: Path) -> None:
+    run = scripted(tmp_path, PROMPTS, dynamic_sample=True)
+    heard: list[Any] = []
+    run.collector.on_generation = lambda *given: heard.extend(given)
+    (batch,) = collect(run, START)
+    names, sample, rewards, advantages = heard
+    kept = prompts_of(run, [batch])
+    assert [row["prompt"] for row in names] == [prompt for prompt in kept for _ in range(4)]
+    texts = run.processing_class.batch_decode(sample.completion_ids, skip_special_tokens=True)
+    expected = letters([row["prompt"] for row in names], texts)
+    assert rewards[:, 0].tolist() == pytest.approx(expected)
+    assert torch.equal(advantages, batch.advantages)
+
+
 def test_metrics_are_of_everything_that_was_sampled(tmp_path: Path) -> None:
     run = scripted(tmp_path, PROMPTS, dynamic_sample=True)
     collect(run, START)
