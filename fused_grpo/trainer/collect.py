@@ -29,10 +29,10 @@ from fused_grpo.trainer.rollout import Sample, Sampler
 
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+OVERLONG = "overlong"  # the name of the punishment of length among the rewards
+
 # takes the rows of this process, their sample, [B, F] rewards and [B] advantages
 OnGeneration = Callable[[list[dict[str, Any]], Sample, Tensor, Tensor], None]
-
-OVERLONG = "overlong"  # the name of the punishment of length among the rewards
 
 
 @dataclass
@@ -69,9 +69,9 @@ class Collector:
         self.args, self.accelerator, self.policy = args, accelerator, policy
         self.sampler, self.reward_funcs, self.tokenizer = sampler, reward_funcs, tokenizer
         self.metrics = metrics
-        self.on_generation: OnGeneration | None = None
         self.dataset: Any = None
         self.number = 0
+        self.on_generation: OnGeneration | None = None
 
     @property
     def reward_names(self) -> list[str]:
@@ -98,16 +98,9 @@ class Collector:
         trained = torch.tensor(choice.trained, device=device).repeat_interleave(group)
         advantages = self._share(self._advantages(rounds, choice, trained))
         if self.on_generation is not None:
-            rewards = torch.cat([r.rewards for r in rounds])[choice.rows(group)]
-            self.on_generation(rows, sample, self._share(rewards), advantages)
-        batches = self._micro_batches(sample, self._share(trained), advantages)
-        return Generation(batches, tokens)
-
-    def _micro_batches(
-        self, sample: Sample, trained: Tensor, advantages: Tensor
-    ) -> list[MicroBatch]:
-        """Of this process; `trained` [B] is false where a row only holds its place."""
-        args = self.args
+            chosen = torch.cat([r.rewards for r in rounds])[choice.rows(group)]
+            self.on_generation(rows, sample, self._share(chosen), advantages)
+        trained = self._share(trained)
         counted = sample.completion_mask & trained[:, None]
         if args.mask_truncated_completions:
             counted = counted & sample.ended[:, None]
@@ -116,7 +109,7 @@ class Collector:
         for start in range(0, len(batches), steps):
             rows_trained = trained[start * size : (start + steps) * size].sum()
             self._prepare(batches[start : start + steps], rows_trained)
-        return batches
+        return Generation(batches, tokens)
 
     def _round(self, rows: list[dict[str, Any]]) -> Round:
         """Completions of some prompts and what the reward functions make of them."""
