@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ def test_a_refilled_generation_is_that_of_the_prompts_that_vary(tmp_path: Path) 
     assert metrics["dynamic_sample/sampled"] == len(drawn)
     assert metrics["dynamic_sample/dropped"] == sum(prompt[0] == "e" for prompt in drawn)
     assert metrics["dynamic_sample/trained"] == 4
+
+
+def test_whoever_listens_gets_what_is_trained_on(tmp_path: Path) -> None:
+    run = scripted(tmp_path, PROMPTS, dynamic_sample=True)
+    heard: list[Any] = []
+    run.collector.on_generation = lambda *given: heard.extend(given)
+    (batch,) = collect(run, START)
+    names, sample, rewards, advantages = heard
+    kept = prompts_of(run, [batch])
+    assert [row["prompt"] for row in names] == [prompt for prompt in kept for _ in range(4)]
+    texts = run.processing_class.batch_decode(sample.completion_ids, skip_special_tokens=True)
+    expected = letters([row["prompt"] for row in names], texts)
+    assert rewards[:, 0].tolist() == pytest.approx(expected)
+    assert torch.equal(advantages, batch.advantages)
 
 
 def test_metrics_are_of_everything_that_was_sampled(tmp_path: Path) -> None:
@@ -296,4 +311,26 @@ def test_samples_of_several_rounds_are_padded_to_one_width() -> None:
     assert whole.sampling_logps is not None
     assert whole.sampling_logps.tolist() == [[-3, 0], [-7, 0], [-101, -102]]
     assert whole.ended.tolist() == [True] * 3
+    assert joined([one, replace(two, sampling_logps=None)]).sampling_logps is None
     assert select(whole, [2, 0]).prompt_ids.tolist() == [[0, 0, 100], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_rewards": "batch"},
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "reinforce_plus_plus_baseline"},
+        {"advantage_estimator": "gdpo"},
+        {"advantage_estimator": "opo"},
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_dropped_groups_count_in_no_statistic(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = scripted(tmp_path, PROMPTS, dynamic_sample=True, max_resample_times=0, **options)
+    (batch,) = collect(run, START)
+    alone = scripted(tmp_path, PROMPTS, per_device_train_batch_size=8, **options)
+    (expected,) = collect(alone, ["v1", "v2"])
+    trained = batch.completion_mask.any(1)
+    assert (batch.advantages[~trained] == 0).all()
+    torch.testing.assert_close(batch.advantages[trained], expected.advantages)

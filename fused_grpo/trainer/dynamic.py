@@ -202,7 +202,7 @@ def moved(sample: Sample, device: torch.device) -> Sample:
 
 
 def joined(samples: Sequence[Sample]) -> Sample:
-    """The rows of all, padded to the longest prompt and completion."""
+    """The rows of all, padded to the longest prompt and completion; what one lacks is None."""
     width = max(s.prompt_ids.shape[1] for s in samples)
     length = max(s.completion_ids.shape[1] for s in samples)
     padded = []
@@ -219,7 +219,11 @@ def joined(samples: Sequence[Sample]) -> Sample:
             return torch.cat([x.new_zeros(sides[0]), x, x.new_zeros(sides[1])], 1)
 
         padded.append(_mapped(sample, pad))
-    return _mapped(padded[0], lambda name, _: torch.cat([getattr(s, name) for s in padded]))
+    columns = {f.name: [getattr(s, f.name) for s in padded] for f in fields(padded[0])}
+    whole: dict[str, Any] = {
+        n: None if any(x is None for x in c) else torch.cat(c) for n, c in columns.items()
+    }
+    return replace(padded[0], **whole)
 
 
 def _mapped(sample: Sample, change: Any) -> Sample:

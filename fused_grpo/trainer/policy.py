@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
 from fused_grpo.trainer import setup
@@ -42,13 +43,20 @@ class Policy:
             reference.mul_(1.0 - alpha).add_(policy, alpha=alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: the weights of a reference that moves, else nothing."""
-        return dict(self.reference.state_dict()) if self.synced else {}
+        """What a checkpoint must hold: the weights of a reference that moves, else nothing.
 
+        Of a sharded one all processes make them whole together.
+        """
+        if not self.synced:
+            return {}
+        return {name: _whole(value) for name, value in self.reference.state_dict().items()}
+
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes what `state_dict` gave."""
         if self.synced:
-            self.reference.load_state_dict(state)
+            for name, value in self.reference.state_dict().items():
+                value.copy_(_sharded_as(value, state[name]))
 
     def at_head(self, batch: MicroBatch, head_fn: Any) -> Any:
         """What `head_fn` makes of the hidden states of a micro-batch and the head."""
@@ -60,6 +68,18 @@ class Policy:
             return _at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():
             return _at_head(self.model, batch, head_fn)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def _sharded_as(value: Tensor, whole: Tensor) -> Tensor:
+    """`whole` in the parts of `value`, if that has parts."""
+    whole = whole.to(value.device)
+    if not isinstance(value, DTensor):
+        return whole
+    return distribute_tensor(whole, value.device_mesh, value.placements)
 
 
 @torch.no_grad()

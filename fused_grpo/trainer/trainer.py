@@ -54,9 +54,9 @@ class GRPOTrainer(DurableTrainer):
         model: a transformers causal LM, one wrapped in PEFT, or the name or path of one.
         reward_funcs: one or several of
             `f(prompts=..., completions=..., completion_ids=..., **columns)`, each returning a
-            number or None per completion; columns are those of the dataset, as lists. Completions
-            are texts, or [{"role": "assistant", "content": text}] for prompts that are
-            conversations.
+            number or None per completion, or coroutines that do; columns are those of the dataset,
+            as lists. Completions are texts, or [{"role": "assistant", "content": text}] for prompts
+            that are conversations.
         args: a `GRPOConfig`.
         train_dataset: rows with a "prompt", a text or a list of messages: a list of dicts, a
             `datasets.Dataset` or anything else with a length and rows by number.
