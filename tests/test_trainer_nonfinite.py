@@ -163,6 +163,19 @@ def test_the_run_stops_with_its_state_and_says_why(tmp_path: Path) -> None:
     assert good.watch.skipped == 3
 
 
+def test_a_bad_first_pass_does_not_spoil_the_others_of_its_generation(tmp_path: Path) -> None:
+    run, seen = poisoned(tmp_path, lambda *_: False, 1.0, num_iterations=3, max_steps=3)
+    run.model.model.norm.register_forward_hook(
+        lambda module, args, out: (
+            out * math.nan if run.state.global_step == 0 and run.model.training else out
+        )
+    )
+    run.train()
+    assert run.watch.skipped == 1
+    assert [int(s.get("/optimizer/state/0/step", 0)) for s in seen] == [0, 1, 2]
+    assert [e["ratio/mean"] for e in run.state.log_history if "ratio/mean" in e][1] == 1.0
+
+
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     run, _ = poisoned(tmp_path, lambda step, call: False, 1.0, max_nonfinite_steps=1)
     with torch.no_grad():

@@ -211,7 +211,9 @@ class GRPOTrainer(DurableTrainer):
         out: GRPOLossOutput = model(**batch.model_inputs(self.model), head_fn=head_fn)
         if batch.old_logps is None and self.args.num_iterations > 1:
             # the policy that sampled is that of this first pass: its log-probs are the old ones
-            batch.old_logps = out.per_token_logps
+            # (one that is not finite would spoil the passes that follow as well)
+            finite = bool(out.per_token_logps.isfinite().all())
+            batch.old_logps = out.per_token_logps if finite else None
         self.watch.add(batch, out.per_token_logps)
         metrics: dict[str, Any] = dict(out.metrics)
         tokens = metrics.pop("num_tokens")
