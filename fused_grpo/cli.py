@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
 from typing import Any
@@ -76,6 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
         train.add_argument(
             option, dest=field, type=kind, default=argparse.SUPPRESS, help=text + default
         )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last good checkpoint of the output directory, or begin",
+    )
     train.add_argument("--help-all", action="store_true", help="list the options of GRPOConfig")
     _add_plot(commands)
     _add_completions(commands)
@@ -134,6 +140,8 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
     named = [word.replace("-", "_") for word in rest]
     if any(word.startswith("__advantage_estimator") for word in named):  # it has its own scale
         defaults = {k: v for k, v in defaults.items() if k != "scale_rewards"}
+    if options.resume:
+        given["resume_from_checkpoint"] = True
     parser.set_defaults(**{**defaults, **extra, **given})
     if options.help_all:
         parser.print_help()
@@ -219,12 +227,23 @@ def main(argv: list[str] | None = None) -> int:
         return COMMANDS[options.command](options, rest)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         from fused_grpo.trainer.models import MissingExtraError
+        from fused_grpo.trainer.nonfinite import NonFiniteError
         from fused_grpo.trainer.rewards import RewardError
 
-        if isinstance(error, (ValueError, TypeError, OSError, MissingExtraError, RewardError)):
+        own = (MissingExtraError, RewardError, NonFiniteError)
+        if isinstance(error, (ValueError, TypeError, OSError, *own)):
             print(f"fused-grpo: {error}", file=sys.stderr)
             return 2
         raise
+    except SystemExit as stopped:
+        from fused_grpo.trainer.guards import Interrupted
+
+        if not isinstance(stopped, Interrupted):
+            raise
+        words = sys.argv[1:] if argv is None else argv
+        again = shlex.join(["fused-grpo", *(word for word in words if word != "--resume")])
+        print(f"fused-grpo: {stopped}\n{again} --resume", file=sys.stderr)
+        return stopped.status
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ def test_a_resumed_run_keeps_what_came_before(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_before_a_resumed_training_takes_nothing_away(tmp_path: Path) -> None:
+    """Nor does it add to a run that had one itself: the file is that of the checkpoint again."""
     first = watched_runs.make(tmp_path, save_strategy="steps", save_steps=1)
+    first.evaluate()
     first.train()
     again = watched_runs.make(tmp_path, max_steps=3)
     again.evaluate()

@@ -1,7 +1,8 @@
 """GRPO training of transformers models with the fused loss."""
 
 from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.isolation import isolated
 from fused_grpo.trainer.rewards import RewardError
 from fused_grpo.trainer.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RewardError"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "RewardError", "isolated"]

@@ -41,6 +41,10 @@ class MetricLog:
         """What a log would take now, as numbers; it stays."""
         return {n: [(float(v), float(w)) for v, w in e] for n, e in self._values.items()}
 
+    def restore(self, pending: dict[str, list[tuple[float, float]]]) -> None:
+        """Go on from what `pending` gave."""
+        self._values = {name: list(entries) for name, entries in pending.items()}
+
     def drain(self, gather: Callable[[list[Any]], list[Any]] | None = None) -> dict[str, float]:
         """The means since the last call (extremes for names that end in min or max).
 
