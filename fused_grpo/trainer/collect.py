@@ -70,7 +70,8 @@ class Collector:
         if args.mask_truncated_completions:
             counted = counted & sample.ended[:, None]
         tokens = self._log_sample(sample)
-        batches = split(sample, counted, advantages, args.per_device_train_batch_size)
+        size = args.per_device_train_batch_size
+        batches = split(sample, counted, advantages, size, args.padding_free)
         steps = args.gradient_accumulation_steps
         for start in range(0, len(batches), steps):
             self._prepare(batches[start : start + steps])

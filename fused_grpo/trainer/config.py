@@ -86,6 +86,9 @@ class GRPOConfig(LossArguments, TrainingArguments):
         "Micro-batches sampled at once, a multiple of gradient_accumulation_steps (the default).",
     )
     num_iterations: int = arg(1, "Passes over each generation.")
+    padding_free: bool = arg(
+        False, "Give the model a micro-batch as one row of tokens without padding."
+    )
     mask_truncated_completions: bool = arg(
         False, "Leave completions that did not end within max_completion_length out of the loss."
     )

@@ -34,6 +34,7 @@ from fused_grpo.trainer.metrics import (
     completion_metrics,
     reward_metrics,
 )
+from fused_grpo.trainer.packing import check_packing
 from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, score
 from fused_grpo.trainer.rollout import Sampler
@@ -116,6 +117,8 @@ class GRPOTrainer(Trainer):
             optimizers=optimizers,
         )
         setup.check_distribution(self)
+        if args.padding_free:
+            check_packing(self.model)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RewardBar)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
