@@ -17,7 +17,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from fused_grpo.integrations.models import causal_lm
+from fused_grpo.integrations.models import causal_lm, is_sharded
 from fused_grpo.trainer.config import GRPOConfig
 
 Prompt = str | list[dict[str, Any]]
@@ -116,6 +116,7 @@ class Sampler:
         device = next(model.parameters()).device
         rows = encode_prompts(prompts, self.tokenizer, self.args.chat_template_kwargs)
         ids, mask = left_pad(rows, self.pad_id, device)
+        extra: dict[str, Any] = {"synced_gpus": True} if is_sharded(model) else {}
         cache = _shared_prefix(model, ids, mask, copies) if copies > 1 else {}
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
         recorder = None
@@ -128,6 +129,7 @@ class Sampler:
                 attention_mask=mask.long(),
                 generation_config=self._generation_config(greedy),
                 **cache,
+                **extra,
                 **_without_router(model),
             )
         completion_ids = out[:, ids.shape[1] :]
@@ -217,6 +219,8 @@ def _shared_prefix(model: nn.Module, ids: Tensor, mask: Tensor, copies: int) -> 
     An empty dict where the model keeps another kind of state than keys and values: `generate` then
     reads every copy of the prompt, which gives the same result.
     """
+    if is_sharded(model):  # all ranks must make the same forward passes, whatever their prompts
+        return {}
     inner: Any = causal_lm(model)
     known = inspect.signature(inner.base_model.forward).parameters
     name = "cache" if "cache" in known else "past_key_values"

@@ -105,8 +105,17 @@ def check_distribution(trainer: Any) -> None:
             f"{trainer.args.n_gpu} GPUs in one process: start one process each, with `accelerate "
             "launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES"
         )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError("FSDP and DeepSpeed are not supported yet: use one device, or DDP")
+    if trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "DeepSpeed is not supported by this trainer: shard with FSDP2 (docs/trainer-"
+            "distributed.md), or use the loss in a loop of your own with ZeRO (docs/integrations.md)"
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ValueError(
+            f"FSDP version {plugin.fsdp_version} hides the head's weight in a flat one: use version "
+            "2, with fsdp_config={'version': 2} or fsdp_version: 2 in accelerate's file"
+        )
 
 
 def model_name(model: nn.Module) -> str:

@@ -151,6 +151,11 @@ class GRPOTrainer(Trainer):
 
     # ---- the Trainer's hooks --------------------------------------------------------------------
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.policy.shard_reference(self.accelerator)
+        return prepared
+
     def get_train_dataloader(self) -> DataLoader:
         """Each item holds the rows of one generation of this process; see `GroupSampler`."""
         if self.train_dataset is None:
@@ -293,11 +298,16 @@ class GRPOTrainer(Trainer):
         rows = [dataset[i] for i in range(args.process_index, len(dataset), args.world_size)]
         rows.sort(key=lambda row: len(str(row["prompt"])))  # less padding
         size = args.eval_batch_size
-        batches: Any = [rows[i : i + size] for i in range(0, len(rows), size)]
+        # as many on every process: a sharded model's forward passes need all of them
+        most = -(-len(dataset) // args.world_size)
+        batches: Any = [rows[i : i + size] for i in range(0, most, size)]
         self.callback_handler.eval_dataloader = batches  # the progress bar asks for its length
         results: list[tuple[list[float], int, bool]] = []
         for batch in batches:
-            sample = self.sampler(self.model, [row["prompt"] for row in batch], greedy=True)
+            prompts = [row["prompt"] for row in batch or [dataset[0]]]
+            sample = self.sampler(self.model, prompts, greedy=True)
+            if not batch:
+                continue
             rewards = score(self.reward_funcs, batch, sample, self.processing_class).tolist()
             lengths = sample.completion_mask.sum(1).tolist()
             results += zip(rewards, lengths, sample.ended.tolist(), strict=True)
