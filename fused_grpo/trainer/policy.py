@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.utils import fsdp2_prepare_model
 from torch import nn
 
 from fused_grpo.integrations.models import is_sharded
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.batches import MicroBatch
+from fused_grpo.trainer.sharding import shard
 
 
 class Policy:
@@ -29,7 +29,7 @@ class Policy:
     def shard_reference(self, accelerator: Any) -> None:
         """Shards the copy as accelerate has sharded the model (FSDP2)."""
         if self.reference is not None and is_sharded(self.model):
-            self.reference = fsdp2_prepare_model(accelerator, self.reference)
+            self.reference = shard(self.reference, accelerator)
 
     def at_head(self, batch: MicroBatch, head_fn: Any) -> Any:
         """What `head_fn` makes of the hidden states of a micro-batch and the head."""

@@ -98,26 +98,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def check_distribution(trainer: Any) -> None:
-    """ValueError where sampling or the loss would run on something else than whole weights."""
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"{trainer.args.n_gpu} GPUs in one process: start one process each, with `accelerate "
-            "launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES"
-        )
-    if trainer.is_deepspeed_enabled:
-        raise ValueError(
-            "DeepSpeed is not supported by this trainer: shard with FSDP2 (docs/trainer-"
-            "distributed.md), or use the loss in a loop of your own with ZeRO (docs/integrations.md)"
-        )
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError(
-            f"FSDP version {plugin.fsdp_version} hides the head's weight in a flat one: use version "
-            "2, with fsdp_config={'version': 2} or fsdp_version: 2 in accelerate's file"
-        )
-
-
 def model_name(model: nn.Module) -> str:
     """The name or path a model was loaded from, "" if it was built in memory."""
     return getattr(getattr(causal_lm(model), "config", None), "_name_or_path", "") or ""

@@ -39,6 +39,7 @@ from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, score
 from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.sampler import GroupSampler
+from fused_grpo.trainer.sharding import check_distribution, use_fsdp_on_cpu
 
 ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
 
@@ -116,7 +117,7 @@ class GRPOTrainer(Trainer):
             callbacks=[MetricsFile(), *(callbacks or [])],
             optimizers=optimizers,
         )
-        setup.check_distribution(self)
+        check_distribution(self)
         if args.padding_free:
             check_packing(self.model)
         if self.pop_callback(ProgressCallback) is not None:
@@ -150,6 +151,11 @@ class GRPOTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     # ---- the Trainer's hooks --------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Sets `accelerator`; the Trainer's constructor calls it."""
+        super().create_accelerator_and_postprocess()
+        use_fsdp_on_cpu(self)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
