@@ -21,7 +21,7 @@ STEPS = 3
 LORA = LoraConfig(
     r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
 )
-OWN = ("untied", "peft", "sharded", "resume", "fsdp")  # of `train`, not of the config
+OWN = ("untied", "peft", "sharded", "resume", "fsdp", "named")  # of `train`, not of the config
 EVALUATED = [*PROMPTS, {"prompt": "five"}]  # one row more than ranks share evenly
 SAMPLED = (["x=1+2", "hello"], ["ab", "q", "zz"])
 ENDS = {"eos_token_id": list(range(25))}
@@ -33,6 +33,7 @@ ADAM = {"optim": "adamw_torch", "adam_epsilon": 0.01}  # small gradients stay sm
 # what a rank does, and one process with all the data as well
 CASES: dict[str, dict[str, Any]] = {
     "tied": {"beta": 0.1},
+    "named": {"named": True, "beta": 0.1},
     "untied": {"untied": True, "loss_type": "grpo"},
     "clipped": {"max_grad_norm": 0.05},
     "padding_free": {"padding_free": True, "beta": 0.1},
@@ -57,10 +58,12 @@ def build(untied: bool) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def trainer(out: Path, options: dict[str, Any]) -> GRPOTrainer:
+def trainer(out: Path, options: dict[str, Any], saved: Path | None = None) -> GRPOTrainer:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     own = {name: options[name] for name in OWN if name in options}
     model, tokenizer = build(own.get("untied", False))
+    if saved is not None and own.get("named"):
+        model = str(saved)
     shard = {}
     if ranks > 1 and own.get("fsdp", {}) is not None:
         kind = "SHARDED_STATE_DICT" if own.get("sharded") else "FULL_STATE_DICT"
@@ -109,8 +112,8 @@ def greedy(run: GRPOTrainer, prompts: list[str], ends: list[int]) -> list[list[i
     return run.sampler(run.model, prompts, copies=2, greedy=True).completions()
 
 
-def train(out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    run = trainer(out, options)
+def train(out: Path, options: dict[str, Any], saved: Path | None = None) -> dict[str, Any]:
+    run = trainer(out, options, saved)
     run.train()
     result = state(run)
     result["sharded"] = is_sharded(run.model)
@@ -124,12 +127,15 @@ def train(out: Path, options: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main(out: str, names: list[str], **how: Any) -> None:
+def main(out: str, names: str, sharding: str = "arguments") -> None:
+    """Cases `names`, with commas; `sharding` "launcher" leaves it to the command that started."""
     torch.set_num_threads(1)
-    for name in names:
-        result = train(Path(out) / name, CASES[name] | how)
-        torch.save(result, Path(out) / f"{name}-{os.environ['RANK']}.pt")
+    how = {"fsdp": None} if sharding == "launcher" else {}
+    for name in names.split(","):
+        folder = Path(out)
+        result = train(folder / name, CASES[name] | how, folder / "model")
+        torch.save(result, folder / f"{name}-{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2].split(","))
+    main(*sys.argv[1:])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,20 @@ from transformers import LlamaForCausalLM
 LOGGED = ("loss", "grad_norm", "reward", "entropy", "num_tokens")
 
 
+def start(out: Path, names: list[str], *launcher: str, sharding: str = "arguments") -> None:
+    """Runs the cases in processes that `launcher` starts, and waits."""
+    ranks_trainer.build(untied=False)[0].save_pretrained(out / "model")
+    program = [ranks_trainer.__file__, str(out), ",".join(names), sharding]
+    command = [sys.executable, "-m", *launcher, *program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes have left what became of all cases: their start takes longest."""
     out = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    program = [ranks_trainer.__file__, str(out), ",".join(CASES)]
-    done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    start(out, list(CASES), "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     return out
 
 
@@ -78,3 +86,48 @@ def test_sampling_from_shards(two: Path, tmp_path: Path) -> None:
         assert result["sampled"] == want
         steps.append(max(map(len, want)))
     assert steps[0] < steps[1]
+
+
+# ---- other ways to start ------------------------------------------------------------------------
+
+ACCELERATE = {
+    "FSDP": """
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_reshard_after_forward: true
+  fsdp_cpu_ram_efficient_loading: true
+""",
+    "MULTI_GPU": "",  # processes of their own, which use the CPU here
+}
+
+
+@pytest.mark.parametrize("kind", ACCELERATE)
+def test_accelerate_launch(two: Path, tmp_path: Path, kind: str) -> None:
+    """Its file decides how the weights lie; with FSDP one process alone reads the checkpoint."""
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(f"distributed_type: {kind}\nnum_processes: 2\n{ACCELERATE[kind]}")
+    launcher = ("accelerate.commands.launch", "--config_file", str(file), "--main_process_port=0")
+    start(tmp_path, ["named"], *launcher, sharding="launcher")
+    first, second = ranks(tmp_path, "named")
+    assert first["sharded"] == (kind == "FSDP")
+    for key, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][key]), key
+    same(first, ranks(two, "named")[0])
+
+
+@pytest.mark.slow
+def test_two_nodes(two: Path, tmp_path: Path) -> None:
+    """Two agents that find each other at an address, as on two machines, one process each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    launcher = ["torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=test"]
+    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
+    with ThreadPoolExecutor() as nodes:
+        jobs = [nodes.submit(start, tmp_path, ["tied", "resumed"], *launcher) for _ in range(2)]
+        for job in jobs:
+            job.result()
+    for name in ("tied", "resumed"):
+        same(ranks(tmp_path, name)[0], ranks(two, name)[0])

@@ -188,7 +188,7 @@ def add_head_forward(model: nn.Module) -> None:
     def forward(self: nn.Module, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
         if head_fn is None:
             return original(self, *args, **kwargs)
-        backbone = head_of(self).backbone
+        backbone: Any = head_of(self).backbone
         kwargs.setdefault("use_cache", False)
         routed = kwargs.get("output_router_logits")
         if routed is None:
