@@ -185,7 +185,7 @@ def add_head_forward(model: nn.Module) -> None:
         )
 
     @functools.wraps(original)  # generate() reads the signature
-    def forward(self: nn.Module, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
         if head_fn is None:
             return original(self, *args, **kwargs)
         backbone: Any = head_of(self).backbone
