@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.05},
     "padding_free": {"padding_free": True, "beta": 0.1},
     "checkpointing": {"gradient_checkpointing": True},
+    "checkpointing by FSDP": {"fsdp": {"activation_checkpointing": True}, "untied": True},
     "iterations": {"num_iterations": 3, "untied": True},
     "lora": {"peft": LORA, "beta": 0.1},
     "full KL": {"beta": 0.1, "kl_estimator": "full"},

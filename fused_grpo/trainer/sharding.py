@@ -25,6 +25,26 @@ def use_fsdp_on_cpu(trainer: Any) -> None:
     trainer.is_fsdp_enabled = True
 
 
+def loads_once() -> bool:
+    """Whether transformers has one process of each machine load, and FSDP spread the weights."""
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return all(str_to_bool(os.environ.get(name, "false")) for name in names)
+
+
+def has_weights() -> bool:
+    """Whether this process has a model's weights before they are sharded."""
+    return not loads_once() or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def check_weights(model: nn.Module) -> None:
+    """ValueError before a model's weights have been spread over the processes."""
+    if loads_once() and not is_sharded(model):
+        raise ValueError(
+            "the weights are with one process until training begins: train first, or set "
+            "fsdp_cpu_ram_efficient_loading: false"
+        )
+
+
 def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Shards a frozen model as accelerate shards the one that learns.
 

@@ -39,7 +39,12 @@ from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, score
 from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.sampler import GroupSampler
-from fused_grpo.trainer.sharding import check_distribution, use_fsdp_on_cpu
+from fused_grpo.trainer.sharding import (
+    check_distribution,
+    check_weights,
+    has_weights,
+    use_fsdp_on_cpu,
+)
 
 ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
 
@@ -103,7 +108,8 @@ class GRPOTrainer(Trainer):
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(setup.model_name(model))
         add_head_forward(model)
-        verify_head(model)
+        if has_weights():
+            verify_head(model)
         if args.disable_dropout:
             setup.disable_dropout(model)
         self.sampler = Sampler(model, processing_class, args)
@@ -118,7 +124,7 @@ class GRPOTrainer(Trainer):
             optimizers=optimizers,
         )
         check_distribution(self)
-        if args.padding_free:
+        if args.padding_free and has_weights():
             check_packing(self.model)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(RewardBar)
@@ -300,6 +306,7 @@ class GRPOTrainer(Trainer):
 
     def _greedy(self, dataset: Any) -> tuple[Tensor, Tensor, Tensor]:
         """([n, F] rewards, [n] lengths, [n] whether it ended) over the rows of all processes."""
+        check_weights(self.model)
         args = self.args
         rows = [dataset[i] for i in range(args.process_index, len(dataset), args.world_size)]
         rows.sort(key=lambda row: len(str(row["prompt"])))  # less padding
