@@ -103,7 +103,7 @@ fsdp_config:
 }
 
 
-@pytest.mark.parametrize("kind", ACCELERATE)
+@pytest.mark.parametrize("kind", ["FSDP", pytest.param("MULTI_GPU", marks=pytest.mark.slow)])
 def test_accelerate_launch(two: Path, tmp_path: Path, kind: str) -> None:
     """Its file decides how the weights lie; with FSDP one process alone reads the checkpoint."""
     file = tmp_path / "accelerate.yaml"

@@ -72,7 +72,7 @@ class Packing:
 
     def states(self, hidden: Tensor) -> Tensor:
         """[1, n, H] of [1, N, H]."""
-        return hidden[:, self.source]
+        return hidden.index_select(1, self.source)
 
     def flat(self, values: Tensor) -> Tensor:
         """[1, n, ...] of [B, T, ...]."""
