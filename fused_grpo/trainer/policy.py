@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from fused_grpo.integrations.models import is_sharded
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.batches import MicroBatch
-from fused_grpo.trainer.sharding import shard
+from fused_grpo.trainer.sharding import reshard, shard, whole
 
 
 class Policy:
@@ -44,16 +44,22 @@ class Policy:
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """reference <- (1 - alpha) * reference + alpha * policy (TR-DPO, arXiv 2404.09656)."""
+        for model in (self.model, self.reference):
+            reshard(model)
         ours, theirs = self.model.parameters(), self.reference.parameters()
         for policy, reference in zip(ours, theirs, strict=True):
             reference.mul_(1.0 - alpha).add_(policy, alpha=alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: the weights of a reference that moves, else nothing."""
-        return dict(self.reference.state_dict()) if self.synced else {}
+        """What a checkpoint must hold: the weights of a reference that moves, else nothing.
+
+        All processes call it: a sharded reference is gathered.
+        """
+        state = self.reference.state_dict() if self.synced else {}
+        return {name: whole(tensor) for name, tensor in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what `state_dict` gave."""
+        """Takes what `state_dict` gave, before the reference is sharded."""
         if self.synced:
             self.reference.load_state_dict(state)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model, str_to_bool
-from torch import nn
+from torch import Tensor, nn
 
 from fused_grpo.integrations.models import causal_lm, is_sharded
 
@@ -43,6 +43,18 @@ def check_weights(model: nn.Module) -> None:
             "the weights are with one process until training begins: train first, or set "
             "fsdp_cpu_ram_efficient_loading: false"
         )
+
+
+def whole(tensor: Any) -> Tensor:
+    """The tensor, gathered from all processes if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives up gathered weights, so that the model's parameters are its shards."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
 
 
 def shard(model: nn.Module, accelerator: Accelerator) -> nn.Module:
