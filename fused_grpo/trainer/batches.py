@@ -34,6 +34,7 @@ class MicroBatch:
         sampling_logps: [B, T] as the sampler computed them, or None.
         reference: hidden states [B, T, H] and head of the reference, where the loss needs them.
         support_ids: [B, T, K] what the sampler kept, where the policy has moved since.
+        routed_experts: [B, P + T - 1, layers, K] the experts that forwards of the policy use, or None.
     """
 
     input_ids: Tensor
@@ -50,6 +51,7 @@ class MicroBatch:
     sampling_logps: Tensor | None = None
     reference: tuple[Tensor, LanguageModelHead] | None = None
     support_ids: Tensor | None = None
+    routed_experts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -104,6 +106,11 @@ def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slic
         sampling_logps=None
         if sample.sampling_logps is None
         else sample.sampling_logps[rows, :length],
+        routed_experts=None
+        if sample.routed_experts is None
+        else sample.routed_experts[rows, sample.prompt_ids.shape[1] - width :][
+            :, : width + length - 1
+        ],
     )
 
 

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, ProgressCallback, Trainer
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
+from fused_grpo.integrations.routing import check_routing, replaying
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.batches import MicroBatch, loss_of
@@ -36,7 +37,8 @@ from fused_grpo.trainer.metrics import (
 )
 from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, score
-from fused_grpo.trainer.rollout import Sampler
+from fused_grpo.trainer.rollout import Rollout
+from fused_grpo.trainer.rollouts import make_rollout
 from fused_grpo.trainer.sampler import GroupSampler
 
 ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
@@ -66,10 +68,12 @@ class GRPOTrainer(Trainer):
         processing_class: the tokenizer; default: the one that belongs to the model's name.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: wraps the model in this adapter.
+        rollout: makes completions, in the place of what `args` ask for.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
         RewardError: from `train` and `evaluate`, when a reward function fails.
+        RolloutError: from the same, when a server or an engine that samples fails.
     """
 
     args: GRPOConfig
@@ -89,6 +93,7 @@ class GRPOTrainer(Trainer):
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        rollout: Rollout | None = None,
     ) -> None:
         args = GRPOConfig("grpo_output") if args is None else args
         if not isinstance(args, GRPOConfig):
@@ -104,7 +109,9 @@ class GRPOTrainer(Trainer):
         verify_head(model)
         if args.disable_dropout:
             setup.disable_dropout(model)
-        self.sampler = Sampler(model, processing_class, args)
+        if args.router_replay is not None:
+            check_routing(model)
+        self.sampler = rollout or make_rollout(model, processing_class, args)
         super().__init__(
             model=model,
             args=args,
@@ -181,10 +188,12 @@ class GRPOTrainer(Trainer):
             self._micro_step = self.state.global_step * args.gradient_accumulation_steps
         begins = self._micro_step % (args.generation_steps * args.num_iterations) == 0
         if begins or self._generation is None:  # a run resumed inside one samples it again
+            self.sampler.sync(self.model)
             self._generation = self.collector(inputs)
             self.state.num_input_tokens_seen += self._generation.tokens
         batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
-        loss = super().training_step(model, batch, num_items_in_batch)
+        with replaying(self.model, batch.routed_experts):  # activations are computed again inside
+            loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
         if self._micro_step % args.gradient_accumulation_steps == 0:
             self._adapt_entropy()
@@ -293,6 +302,7 @@ class GRPOTrainer(Trainer):
         batches: Any = [rows[i : i + size] for i in range(0, len(rows), size)]
         self.callback_handler.eval_dataloader = batches  # the progress bar asks for its length
         results: list[tuple[list[float], int, bool]] = []
+        self.sampler.sync(self.model)
         for batch in batches:
             sample = self.sampler(self.model, [row["prompt"] for row in batch], greedy=True)
             rewards = score(self.reward_funcs, batch, sample, self.processing_class).tolist()
