@@ -52,7 +52,9 @@ class Server:
             self.paths |= {"/collective_rpc", "/reset_prefix_cache", "/update_weights_from_disk"}
             self.paths |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
             self.paths |= {"/load_lora_adapter", "/unload_lora_adapter"}
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self}))
+        self.http = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self})
+        )
         self.http.daemon_threads = True
         self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
         self.thread.start()

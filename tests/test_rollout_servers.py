@@ -48,7 +48,12 @@ def options(url: str, dialect: str) -> dict[str, Any]:
 
 
 def trainer(
-    path: Path, url: str, dialect: str = "vllm", peft: Any = None, reward: Any = letters, **more: Any
+    path: Path,
+    url: str,
+    dialect: str = "vllm",
+    peft: Any = None,
+    reward: Any = letters,
+    **more: Any,
 ) -> GRPOTrainer:
     torch.manual_seed(0)
     model, tokenizer = tiny(torch.float32)
@@ -150,9 +155,7 @@ def test_log_probabilities_without_the_temperature_are_found_out(
     tmp_path: Path, server: Server, dialect: str
 ) -> None:
     server.processed = False
-    run = trainer(
-        tmp_path, server.url, dialect, temperature=0.6, sampling_correction="token_mask"
-    )
+    run = trainer(tmp_path, server.url, dialect, temperature=0.6, sampling_correction="token_mask")
     with pytest.raises(RolloutError, match=r"without the temperature, and temperature=0.6: start"):
         run.train()
     at_one = trainer(tmp_path / "b", server.url, dialect, sampling_correction="token_mask")
@@ -208,9 +211,7 @@ def test_a_server_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("how", ["disk", "adapter"])
-def test_adapters_reach_the_server(
-    tmp_path: Path, server: Server, dialect: str, how: str
-) -> None:
+def test_adapters_reach_the_server(tmp_path: Path, server: Server, dialect: str, how: str) -> None:
     run = trainer(
         tmp_path,
         server.url,
@@ -357,7 +358,7 @@ def test_no_server(tmp_path: Path) -> None:
     assert time.monotonic() - start < 3
 
 
-def spoiled(name: str, **change: Any) -> Any:
+def spoiled(**change: Any) -> Any:
     """Changes of the first choice of vLLM's answer."""
 
     def spoil(answer: Any) -> Any:
@@ -365,28 +366,28 @@ def spoiled(name: str, **change: Any) -> Any:
         answer["choices"][0].update(change)
         return answer
 
-    return pytest.param(spoil, id=name)
-
-
-NONE_KNOWN = {"tokens": [], "token_logprobs": [None] * 6}
+    return spoil
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoiled("no ids", token_ids=None, logprobs=None).values[0], "no token ids, but None"),
-        (spoiled("texts", token_ids=["a"]).values[0], "no token ids, but"),
-        (spoiled("empty", token_ids=[]).values[0], "with 0 tokens"),
-        (spoiled("long", token_ids=[5] * 7).values[0], "with 7 tokens where max_completion"),
-        (spoiled("aborted", finish_reason="abort").values[0], "finished by 'abort'"),
-        (spoiled("stops", finish_reason="stop", token_ids=[7]).values[0], "ends with token 7"),
-        (spoiled("cut", prompt_token_ids=[3]).values[0], r"another prompt .* of 2 tokens .*\(1 t"),
-        (spoiled("no logps", logprobs=None).values[0], "no log-probabilities for"),
+        (spoiled(token_ids=None, logprobs=None), "no token ids, but None"),
+        (spoiled(token_ids=["a"]), "no token ids, but"),
+        (spoiled(token_ids=[]), " 0 tokens where"),
+        (spoiled(token_ids=[5] * 7), " 7 tokens where max_completion"),
+        (spoiled(finish_reason="abort"), "finished by 'abort'"),
+        (spoiled(finish_reason="stop", token_ids=[7]), "ends with token 7"),
+        (spoiled(prompt_token_ids=[3]), r"another prompt .* of 2 tokens .*\(1 t"),
+        (spoiled(logprobs=None), "no log-probabilities for"),
         (
-            spoiled("short", logprobs={"token_logprobs": [-1.0], "tokens": []}).values[0],
+            spoiled(logprobs={"token_logprobs": [-1.0], "tokens": []}),
             "1 log-probabilities for 6 tokens",
         ),
-        (lambda answer: {**answer, "choices": answer["choices"][:1]}, "1 completions in place of 2"),
+        (
+            lambda answer: {**answer, "choices": answer["choices"][:1]},
+            "1 completions in place of 2",
+        ),
         (lambda answer: {"object": "error"}, "no choices"),
         (lambda answer: [answer], "list in place of an object"),
         (lambda answer: {**answer, "usage": {"prompt_tokens": 1}}, "another prompt"),
@@ -403,7 +404,7 @@ def test_answers_that_cannot_be_used(
     )
     assert len(run.sampler(run.model, ["ab"], copies=2).completions()) == 2
     server.spoil = spoil
-    with pytest.raises(RolloutError, match=f"{server.url} answered with .*{message}"):
+    with pytest.raises(RolloutError, match=f"{server.url} answered with.*{message}"):
         run.sampler(run.model, ["ab"], copies=2)
 
 

@@ -104,6 +104,26 @@ class TokenRollout:
         """`copies` completions of each prompt, next to each other."""
         raise NotImplementedError
 
+    def generation_config(self, greedy: bool) -> GenerationConfig:
+        """Of transformers, for those who sample with the policy itself."""
+        args = self.args
+        sampling: dict[str, Any] = {"do_sample": not greedy}
+        if not greedy:
+            sampling.update(
+                temperature=args.temperature,
+                top_p=args.top_p,
+                top_k=args.top_k,
+                min_p=args.min_p,
+                repetition_penalty=args.repetition_penalty,
+            )
+        return GenerationConfig(
+            max_new_tokens=args.max_completion_length,
+            eos_token_id=self.eos_ids,
+            pad_token_id=self.pad_id,
+            **sampling,
+            **self.extra,
+        )
+
     def sync(self, model: nn.Module) -> None:
         """Nothing to do where the policy itself samples."""
 
@@ -155,11 +175,11 @@ class Sampler(TokenRollout):
         if self.args.reads_sampler and not greedy:
             recorder = LogprobRecorder(self.args.temperature, self.args.sampler_support)
             cache["logits_processor"] = LogitsProcessorList([recorder])
-        with _only_own_options(model), recording(model, record) as tape:
+        with only_own_options(model), recording(model, record) as tape:
             out = model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=mask.long(),
-                generation_config=self._generation_config(greedy),
+                generation_config=self.generation_config(greedy),
                 **cache,
                 **_without_router(model),
             )
@@ -171,25 +191,6 @@ class Sampler(TokenRollout):
             parts = [part for part in (shared, tape.experts(len(ids))) if part is not None]
             experts = torch.cat(parts, 1)
         return Sample(ids, mask, completion_ids, counted, ended, logps, experts)
-
-    def _generation_config(self, greedy: bool) -> GenerationConfig:
-        args = self.args
-        sampling: dict[str, Any] = {"do_sample": not greedy}
-        if not greedy:
-            sampling.update(
-                temperature=args.temperature,
-                top_p=args.top_p,
-                top_k=args.top_k,
-                min_p=args.min_p,
-                repetition_penalty=args.repetition_penalty,
-            )
-        return GenerationConfig(
-            max_new_tokens=args.max_completion_length,
-            eos_token_id=self.eos_ids,
-            pad_token_id=self.pad_id,
-            **sampling,
-            **self.extra,
-        )
 
 
 # in the order in which `generate` applies them, which is that of GRPOConfig.sampler_support
@@ -232,7 +233,7 @@ class LogprobRecorder(LogitsProcessor):
 
 
 @contextmanager
-def _only_own_options(model: nn.Module) -> Iterator[None]:
+def only_own_options(model: nn.Module) -> Iterator[None]:
     """Keep `generate` from filling in what the checkpoint's authors sample with (top_k=20, ...)."""
     inner: Any = causal_lm(model)
     saved = inner.generation_config
