@@ -108,7 +108,7 @@ class Server:
 
     def completions(self, body: dict[str, Any]) -> dict[str, Any]:
         choices = []
-        for index in range(body["n"] if "n" in body else 1):
+        for index in range(body.get("n", 1)):
             top = body.get("logprobs") or 0
             ids, logps, tops, reason, experts = self.sample(
                 body["prompt"], body, body["max_tokens"], top

@@ -72,5 +72,5 @@ def test_options_of_transformers_reach_it(tmp_path: Path) -> None:
 
 
 def test_truncated_log_probabilities_need_the_kept_support(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ContinuousBatching reports log-prob.*top_k=5"):
+    with pytest.raises(ValueError, match=r"ContinuousBatching reports log-prob.*top_k=5"):
         trainer(tmp_path, sampling_correction="monitor", top_k=5, **CONTINUOUS)

@@ -450,7 +450,7 @@ def test_token_ids_of_a_server_that_only_names_tokens(tmp_path: Path, server: Se
 def test_a_sync_that_fails(tmp_path: Path, server: Server) -> None:
     run = trainer(tmp_path, server.url, "sglang")
     run.sampler.folder.next()
-    with pytest.raises(RolloutError, match="status 400 .*no such folder"):
+    with pytest.raises(RolloutError, match=r"status 400 .*no such folder"):
         run.sampler.load_model(str(tmp_path / "nothing"))
 
 

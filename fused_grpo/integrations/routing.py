@@ -6,8 +6,8 @@ compared with another function. Replay keeps the choice and computes everything 
 router's weights of the chosen experts are those of the present scores, gradient included (R3 of
 arXiv:2510.11370; R2 if the choice is that of the trainer's own earlier forward).
 
-The choice is read and replaced where the model makes it, at the `topk` over the scores of all experts
-in the block that holds them, so that no formula of a router is written down twice.
+The choice is read and replaced where the model makes it, at the `topk` over the scores of all
+experts in the block that holds them, so that no formula of a router is written down twice.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def check_routing(model: nn.Module) -> None:
             inner(input_ids=ids, use_cache=False)
         if not all(len(calls) == 1 for calls in tape.calls):
             raise ValueError(
-                f"router_replay: the blocks of {type(inner).__name__} make their choice of experts "
-                f"{[len(calls) for calls in tape.calls]} times, or in a way that is not a topk over "
-                "all of them"
+                f"router_replay: the blocks of {type(inner).__name__} choose their experts "
+                f"{[len(calls) for calls in tape.calls]} times, or in a way that is not a topk "
+                "over all of them"
             )
-        other = (tape.experts(1) + 1) % _blocks(inner)[0].experts.num_experts
+        other = (tape.experts(1) + 1) % _number(_blocks(inner)[0])
         with torch.no_grad(), recording(inner) as again, replaying(inner, other):
             inner(input_ids=ids, use_cache=False)
         if not torch.equal(again.experts(1), other):
@@ -148,7 +148,7 @@ def _choosing(model: nn.Module, blocks: list[Any], choices: list[Any]) -> Iterat
         raise ValueError(f"router_replay: no number of experts per token in {type(config)}")
     with ExitStack() as stack:
         for block, choose in zip(blocks, choices, strict=True):
-            stack.enter_context(_inside(block, _TopK(block.experts.num_experts, k, choose)))
+            stack.enter_context(_inside(block, _TopK(_number(block), k, choose)))
         yield
 
 
@@ -173,7 +173,15 @@ def _inside(block: Any, mode: _TopK) -> Iterator[None]:
 
 def _blocks(model: nn.Module) -> list[Any]:
     """The modules that hold experts, in order of the layers."""
-    found = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "num_experts")]
+    found = [m for m in model.modules() if _number(m) is not None]
     if not found:
         raise ValueError(f"router_replay: no block of experts was found in {type(model).__name__}")
     return found
+
+
+def _number(block: Any) -> Any:
+    """Of its experts, which an adapter may be wrapped around; None if it holds none."""
+    experts: Any = getattr(block, "experts", None)
+    while hasattr(experts, "get_base_layer") and not hasattr(experts, "num_experts"):
+        experts = experts.get_base_layer()
+    return getattr(experts, "num_experts", None)

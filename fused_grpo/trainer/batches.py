@@ -34,7 +34,7 @@ class MicroBatch:
         sampling_logps: [B, T] as the sampler computed them, or None.
         reference: hidden states [B, T, H] and head of the reference, where the loss needs them.
         support_ids: [B, T, K] what the sampler kept, where the policy has moved since.
-        routed_experts: [B, P + T - 1, layers, K] the experts that forwards of the policy use, or None.
+        routed_experts: [B, P + T - 1, layers, K] what the policy's forwards go through, or None.
     """
 
     input_ids: Tensor

@@ -169,7 +169,7 @@ class Sampler(TokenRollout):
         record = self.args.router_replay == "R3" and not greedy
         with recording(model, record) as prefix:
             cache = _shared_prefix(model, ids, mask, copies) if copies > 1 else {}
-        shared = prefix.experts(len(ids)).repeat_interleave(copies, 0) if prefix else None
+        shared = None if prefix is None else prefix.experts(len(ids))
         ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
         recorder = None
         if self.args.reads_sampler and not greedy:
@@ -188,8 +188,9 @@ class Sampler(TokenRollout):
         logps = None if recorder is None else recorder.finish(out)
         experts = None
         if record:
-            parts = [part for part in (shared, tape.experts(len(ids))) if part is not None]
-            experts = torch.cat(parts, 1)
+            experts = tape.experts(len(ids))
+            if shared is not None:
+                experts = torch.cat([shared.repeat_interleave(copies, 0), experts], 1)
         return Sample(ids, mask, completion_ids, counted, ended, logps, experts)
 
 

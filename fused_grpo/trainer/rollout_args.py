@@ -71,7 +71,7 @@ class RolloutArguments:
 
     def check_rollout(self) -> None:
         """TypeError, ValueError for options that do not fit, or that nothing would read."""
-        if self.router_replay is True:  # type: ignore[comparison-overlap]
+        if self.router_replay is True:
             self.router_replay = "R3"
         for name, known in (
             ("vllm_mode", ("colocate", "server")),

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 from fused_grpo.trainer.sample import RolloutError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 # what may be different the next time: no connection, one that breaks, half an answer
 LOST = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError)

@@ -117,8 +117,8 @@ class ServerRollout(TokenRollout):
             raise self.unusable(f"a completion that finished by {reason!r}")
         if reason == "stop" and ids[-1] not in self.eos_ids:
             raise self.unusable(
-                f"a completion that ends with token {ids[-1]}, which is none of the ends of "
-                f"sequence known here, {self.eos_ids}: set generation_kwargs={{'eos_token_id': ...}}"
+                f"a completion that ends with token {ids[-1]}, which is none of the ends "
+                f"of sequence {self.eos_ids}: set generation_kwargs={{'eos_token_id': ...}}"
             )
         if not wants_logps:
             return Completion(ids, None, experts)
