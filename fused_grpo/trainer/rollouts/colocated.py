@@ -32,8 +32,7 @@ class ColocatedVLLM(TokenRollout):
                 "use_vllm with vllm_mode='colocate' loads the model by its name or path once more: "
                 "give GRPOTrainer a name, or a model from from_pretrained"
             )
-        # the engine has to live in this process, or its weights could not be written to
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        _place_engine(args)
         try:
             from vllm import LLM, SamplingParams
         except ImportError as error:
@@ -145,3 +144,17 @@ class ColocatedVLLM(TokenRollout):
     def close(self) -> None:
         """Drop the engine; nothing can be sampled afterwards."""
         self.engine = None
+
+
+def _place_engine(args: GRPOConfig) -> None:
+    """In this process, or its weights could not be written to, and alone with it on its GPU."""
+    port = os.environ.get("MASTER_PORT", "29500")
+    for name, value in (
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", 0),
+        ("RANK", args.process_index),  # what vLLM's external_launcher reads
+        ("LOCAL_RANK", args.local_process_index),
+        ("WORLD_SIZE", args.world_size),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", port),
+    ):
+        os.environ.setdefault(name, str(value))
