@@ -39,7 +39,7 @@ def test_rows_of_tokens_become_a_sample() -> None:
 
 @pytest.mark.parametrize(
     "rules",
-    [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.8}, {"top_k": 20, "top_p": 0.9, "min_p": 0.2}],
+    [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.2}],
 )
 def test_log_probabilities_over_the_kept_support(tmp_path: Path, rules: dict[str, Any]) -> None:
     """With keep_sampling_mask the sampler's are over what it kept, as those of the loss are."""
@@ -53,7 +53,7 @@ def test_log_probabilities_over_the_kept_support(tmp_path: Path, rules: dict[str
     )
     run.train()
     assert logs(run, "sampling/logp_difference/max")[0] < 2e-5
-    assert 2 <= logs(run, "support/size")[0] <= 0.9 * run.model.config.vocab_size
+    assert 1.5 < logs(run, "support/size")[0] <= 0.9 * run.model.config.vocab_size
 
 
 class Own:
@@ -88,3 +88,15 @@ def test_a_rollout_of_ones_own(tmp_path: Path) -> None:
     run.evaluate()
     assert own.calls[4:] == ["sync", "greedy"]
     assert logs(run, "completions/mean_length") == [3.0] * 2
+
+
+def test_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of Python in docs/trainer-rollouts.md, one after another."""
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs" / "trainer-rollouts.md").read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(blocks) >= 4
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["trainer"].state.global_step == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,13 +22,15 @@ COLOCATED = {"use_vllm": True}
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+KNOWN = {"n", "max_tokens", "stop_token_ids", "logprobs", "temperature", "top_p", "top_k"}
+KNOWN |= {"min_p", "repetition_penalty", "seed"}
+
+
 class SamplingParams:
     """Only what vLLM knows."""
 
-    KNOWN = {"n", "max_tokens", "stop_token_ids", "logprobs", "temperature", "top_p", "top_k"}
-
     def __init__(self, **options: Any) -> None:
-        assert set(options) <= self.KNOWN | {"min_p", "repetition_penalty", "seed"}
+        assert set(options) <= KNOWN
         self.options = options
 
 
@@ -105,14 +106,13 @@ class LLM:
 
 
 @pytest.fixture(autouse=True)
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("vllm")
     module.LLM, module.SamplingParams = LLM, SamplingParams  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", module)
     for name in (*NAMES, "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "0")  # so that what is set is taken back
         monkeypatch.delenv(name)
-    yield
 
 
 def trainer(path: Path, peft: Any = None, make: Any = tiny, **options: Any) -> GRPOTrainer:

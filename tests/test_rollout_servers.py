@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rollout_server import Server, drop, half, hang, status
+from test_routing import mixture
 from test_trainer import LORA, PROMPTS, config, letters, logs
 
 from fused_grpo.integrations.models import causal_lm
@@ -253,6 +254,29 @@ def test_merged_weights_leave_the_adapter_as_it_is() -> None:
     fresh.load_state_dict(merged)
     ids = torch.tensor([[3, 4, 5]])
     torch.testing.assert_close(fresh(ids).logits, wrapped.eval()(ids).logits, atol=2e-5, rtol=1e-5)
+
+
+def test_merged_weights_of_adapted_experts() -> None:
+    """PEFT wraps one adapter around another there, one for each parameter of the experts."""
+    from peft import LoraConfig, get_peft_model
+
+    base, _ = mixture()
+    state = {name: p.clone() for name, p in base.state_dict().items()}
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    wrapped = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+    )
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)
+    merged = dict(merged_weights(wrapped))
+    assert set(merged) == set(state)
+    assert sum(not torch.equal(merged[name], p) for name, p in state.items()) == 4 + 2 * 3
+    fresh, _ = mixture()
+    fresh.load_state_dict(merged)
+    ids = torch.tensor([[3, 4, 5]])
+    torch.testing.assert_close(fresh(ids).logits, wrapped.eval()(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_a_server_that_keeps_its_weights(tmp_path: Path) -> None:

@@ -387,6 +387,11 @@ MODELS = {
     "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "granitemoe": LOCAL,
     "minimax_m2": LOCAL,
+    "deepseek_v2": LATENT,
+    "qwen3_next": {"num_experts": 8, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 8, "num_experts_per_tok": 1},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2},
+    "jamba": {"num_experts": 8, "num_experts_per_tok": 2},
 }
 
 

@@ -25,11 +25,15 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     a rounding error in the weights each time. Sharded weights are gathered: all ranks must iterate.
     """
     inner = causal_lm(model)
-    adapted = {n: m for n, m in inner.named_modules() if _is_adapter(m)}
+    adapted: dict[str, Any] = {}
+    for name, module in inner.named_modules():
+        if _is_adapter(module) and not name.startswith(tuple(f"{n}." for n in adapted)):
+            adapted[name] = module
     for name, module in adapted.items():
-        layer: Any = copy.deepcopy(module)
-        if not layer.merged:
-            layer.merge()
+        layer = copy.deepcopy(module)
+        for part in reversed([m for m in layer.modules() if _is_adapter(m)]):  # one in another
+            if not part.merged:
+                part.merge()
         for part, tensor in layer.get_base_layer().state_dict().items():
             yield f"{name}.{part}", tensor
     for name, tensor in inner.state_dict().items():
