@@ -44,7 +44,7 @@ class Server:
         self.faults: list[Fault] = []
         self.spoil: Callable[[Any], Any] | None = None
         self.requests: list[tuple[str, Any]] = []
-        self.processed, self.lock = True, threading.Lock()
+        self.processed, self.resets, self.lock = True, True, threading.Lock()
         self.generator = torch.Generator().manual_seed(0)
         self.loaded: list[str] = []
         self.paths = {"/health", "/v1/models", "/v1/completions", "/generate"}
@@ -161,6 +161,7 @@ class Server:
     def load_adapter(self, name: str, path: str) -> None:
         from peft import PeftModel
 
+        assert not self.adapters, "there is room for one"
         if not isinstance(self.model, PeftModel):
             self.model = PeftModel.from_pretrained(self.model, path, adapter_name=name)
         else:
@@ -192,9 +193,12 @@ class Server:
             if "lora_name" not in body:
                 return 400, {"detail": "lora_name"}
             self.load_adapter(body["lora_name"], body["lora_path"])
+            return 200, "Success: LoRA adapter added successfully."
         elif path.endswith("/unload_lora_adapter"):
             self.adapters.pop(body["lora_name"])
-            self.model.delete_adapter(body["lora_name"])
+            self.model = self.model.unload()
+        elif path == "/reset_prefix_cache":
+            return 200, {"success": self.resets}
         return 200, None
 
 
@@ -228,9 +232,12 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(*done)
 
     def send(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
-        data = b"" if content is None else json.dumps(content).encode()
+        plain = content is None or isinstance(content, str)
+        data = (content or "").encode() if plain else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+        kind = "text/plain" if plain else "application/json"
+        always = {"Content-Length": str(len(data)), "Content-Type": kind}
+        for name, value in {**always, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
@@ -260,6 +267,7 @@ def half(handler: Handler, path: str) -> bool:
     """Announces more than it sends."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
+    handler.send_header("Content-Type", "application/json")
     handler.end_headers()
     handler.wfile.write(b'{"choices": [')
     handler.close_connection = True

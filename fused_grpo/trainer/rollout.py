@@ -191,6 +191,7 @@ class Sampler(TokenRollout):
             experts = tape.experts(len(ids))
             if shared is not None:
                 experts = torch.cat([shared.repeat_interleave(copies, 0), experts], 1)
+            experts = experts[:, : out.shape[1] - 1]  # a rank may make passes for others' sake
         return Sample(ids, mask, completion_ids, counted, ended, logps, experts)
 
 

@@ -55,7 +55,7 @@ class Http:
     longest_wait: float = 30.0
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The answer to a POST, or None where it is empty.
+        """What a POST is answered with: JSON, text where it is not, None where it is empty.
 
         Raises:
             RefusedError: a status of 4xx that is not about load: the request itself is wrong.
@@ -125,8 +125,10 @@ class Http:
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            text = answer.read()
-        return json.loads(text) if text.strip() else None
+            text = answer.read().decode()
+            if "json" not in answer.headers.get("Content-Type", ""):
+                return text or None
+        return json.loads(text)
 
 
 def _passes(status: int) -> bool:

@@ -136,6 +136,12 @@ class ServerRollout(TokenRollout):
                 "got more special tokens"
             )
 
+    def checked_post(self, path: str, body: Any = None) -> None:
+        """For servers that report failure with a status of success."""
+        answer = self.http.post(path, body)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise RolloutError(f"{self.http.base_url}{path} failed: {answer.get('message')}")
+
     def unusable(self, what: str) -> RolloutError:
         return RolloutError(f"{self.http.base_url} answered with {what}")
 
@@ -184,12 +190,14 @@ class ServerRollout(TokenRollout):
         folder, before = self.folder, self.adapter
         if whole:
             folder.write_model(model, weights)
-            self.load_model(str(folder.path))
         else:
             folder.write_adapter(model)
-            self.load_adapter(folder.name, str(folder.path))
-        if before is not None:
+        if before is not None:  # first, for some servers hold one adapter only
             self.unload_adapter(before)
+        if whole:
+            self.load_model(str(folder.path))
+        else:
+            self.load_adapter(folder.name, str(folder.path))
         folder.keep_only_last()
 
     def close(self) -> None:

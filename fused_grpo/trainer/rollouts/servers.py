@@ -12,7 +12,7 @@ from torch import nn
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rollouts.http import RefusedError
 from fused_grpo.trainer.rollouts.server import ServerRollout
-from fused_grpo.trainer.sample import Completion, RolloutError
+from fused_grpo.trainer.sample import Completion
 
 PROBED = 5  # tokens whose log-probabilities are compared
 PREFIX = "token_id:"  # before an id, where a server reports tokens
@@ -122,10 +122,12 @@ class VLLMServer(ServerRollout):
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
         )
         # keys and values of prompts, computed with the weights before
-        self.http.post("/reset_prefix_cache?reset_running_requests=true")
+        self.checked_post("/reset_prefix_cache?reset_running_requests=true")
 
     def load_adapter(self, name: str, path: str) -> None:
-        self.http.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        # in place: a request whose answer was lost may have done its work
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        self.http.post("/v1/load_lora_adapter", body)
 
     def unload_adapter(self, name: str) -> None:
         try:
@@ -163,7 +165,7 @@ class SGLangServer(ServerRollout):
         }
         return [
             self._completion(prompt, answer, logps)
-            for answer in self._generate(prompt, rules, return_logprob=logps)
+            for answer in self._generate(prompt, rules, return_logprob=True)
         ]
 
     def _completion(self, prompt: list[int], answer: dict[str, Any], wanted: bool) -> Completion:
@@ -171,7 +173,7 @@ class SGLangServer(ServerRollout):
         self.check_prompt(prompt, meta.get("prompt_tokens"))
         reason = (meta.get("finish_reason") or {}).get("type")
         reported = meta.get("output_token_logprobs") or []
-        ids = answer.get("output_ids") or [entry[1] for entry in reported]
+        ids = [entry[1] for entry in reported] or answer.get("output_ids")
         return self.completion(ids, reason, [entry[0] for entry in reported], wanted)
 
     def likeliest(self, prompt: list[int], temperature: float) -> dict[Any, float]:
@@ -195,18 +197,13 @@ class SGLangServer(ServerRollout):
         return answers
 
     def load_model(self, path: str) -> None:
-        self._checked_post("/update_weights_from_disk", {"model_path": path})
+        self.checked_post("/update_weights_from_disk", {"model_path": path})
 
     def load_adapter(self, name: str, path: str) -> None:
-        self._checked_post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        self.checked_post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     def unload_adapter(self, name: str) -> None:
-        self._checked_post("/unload_lora_adapter", {"lora_name": name})
-
-    def _checked_post(self, path: str, body: dict[str, Any]) -> None:
-        answer = self.http.post(path, body)
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise RolloutError(f"{self.http.base_url}{path} failed: {answer.get('message')}")
+        self.checked_post("/unload_lora_adapter", {"lora_name": name})
 
 
 def _rules(args: GRPOConfig, greedy: bool, no_top_k: int) -> dict[str, Any]:
