@@ -166,8 +166,10 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         from fused_grpo.trainer.models import MissingExtraError
         from fused_grpo.trainer.rewards import RewardError
+        from fused_grpo.trainer.sample import RolloutError
 
-        if isinstance(error, (ValueError, TypeError, OSError, MissingExtraError, RewardError)):
+        own = (MissingExtraError, RewardError, RolloutError)
+        if isinstance(error, (ValueError, TypeError, OSError, *own)):
             print(f"fused-grpo: {error}", file=sys.stderr)
             return 2
         raise

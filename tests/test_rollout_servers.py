@@ -17,6 +17,7 @@ from rollout_server import Server, drop, half, hang, status
 from test_routing import mixture
 from test_trainer import LORA, PROMPTS, config, letters, logs
 
+from fused_grpo import cli
 from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer import GRPOTrainer, RolloutError
 from fused_grpo.trainer.models import tiny
@@ -377,6 +378,13 @@ def test_no_server(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=r"no server at http://127.0.0.1:9: GET /health was tri"):
         trainer(tmp_path, "http://127.0.0.1:9", vllm_server_timeout=0.3)
     assert time.monotonic() - start < 3
+
+
+def test_the_command_says_so_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--model", "tiny", "--steps", "1", "--output-dir", str(tmp_path / "run")]
+    arguments += ["--sglang_server_base_url", "http://127.0.0.1:9", "--vllm_server_timeout", "0.2"]
+    assert cli.main(arguments) == 2
+    assert "fused-grpo: no server at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def spoiled(**change: Any) -> Any:
