@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_routing import mixture
 from test_trainer import PROMPTS, config, letters, logs, trainer
 
 from fused_grpo.trainer import GRPOTrainer
@@ -88,6 +89,23 @@ def test_a_rollout_of_ones_own(tmp_path: Path) -> None:
     run.evaluate()
     assert own.calls[4:] == ["sync", "greedy"]
     assert logs(run, "completions/mean_length") == [3.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling_correction": "monitor"}, "no log-probabilities, which a correction reads"),
+        ({"router_replay": "R3"}, "no experts, which router_replay reads"),
+    ],
+)
+def test_a_rollout_that_leaves_out_what_is_wanted(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    model, tokenizer = mixture()
+    args = config(tmp_path, **options)
+    run = GRPOTrainer(model, letters, args, PROMPTS, None, tokenizer, rollout=Own())
+    with pytest.raises(ValueError, match=f"the rollout reports {message}"):
+        run.train()
 
 
 def test_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import MetricLog, completion_metrics, reward_metrics
 from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
-from fused_grpo.trainer.rollout import Rollout, Sample
+from fused_grpo.trainer.rollout import Rollout, Sample, check_sample
 
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -62,6 +62,7 @@ class Collector:
         args = self.args
         prompts, copies = grouped([row["prompt"] for row in rows])
         sample = self.sampler(self.policy.model, prompts, copies)
+        check_sample(sample, args)
         rewards = score(self.reward_funcs, rows, sample, self.tokenizer)
         remax = args.advantage_estimator == "remax"
         greedy = self._greedy_rewards(rows, prompts, copies) if remax else None

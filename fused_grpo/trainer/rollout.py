@@ -44,12 +44,23 @@ __all__ = [
     "Sample",
     "Sampler",
     "TokenRollout",
+    "check_sample",
     "completion_mask",
     "encode_prompts",
     "left_pad",
     "positions",
     "sample_of",
 ]
+
+
+def check_sample(sample: Sample, args: GRPOConfig) -> None:
+    """ValueError where a rollout leaves out what the options are about."""
+    for wanted, value, what in (
+        (args.reads_sampler, sample.sampling_logps, "log-probabilities, which a correction reads"),
+        (args.router_replay == "R3", sample.routed_experts, "experts, which router_replay reads"),
+    ):
+        if wanted and value is None:
+            raise ValueError(f"the rollout reports no {what}")
 
 
 class TokenRollout:
