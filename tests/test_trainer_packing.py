@@ -107,6 +107,27 @@ def test_same_steps_as_padded(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(got, want, atol=1e-8, rtol=1e-7, msg=key)
 
 
+@pytest.mark.parametrize("replay", ["R2", "R3"])
+def test_experts_are_replayed(tmp_path: Path, replay: str) -> None:
+    """Experts are kept for rows and used in a packed forward: the padded steps, in fp32."""
+    runs = []
+    for packed in (False, True):
+        torch.manual_seed(0)
+        model = tiny_model("Qwen3MoeForCausalLM").eval()
+        options = {"router_replay": replay, "num_iterations": 2, "learning_rate": 0.05}
+        runs.append(trainer(tmp_path / str(packed), packed, model, **options))
+        torch.manual_seed(1)
+        runs[-1].train()
+    padded, packed = runs
+    batch = packed._generation.batches[0]
+    assert batch.experts.shape[:2] == (1, int(batch.attention_mask.sum()))
+    assert logs(packed, "grad_norm") == pytest.approx(logs(padded, "grad_norm"), rel=1e-4)
+    for (key, want), got in zip(
+        padded.model.state_dict().items(), packed.model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-4, msg=key)
+
+
 def test_gradients_in_single_precision(tmp_path: Path) -> None:
     """Each gradient of the first step, as near as fp32 allows."""
     padded, want = first_step(trainer(tmp_path / "a", False, dtype=torch.float32, beta=0.3))

@@ -35,6 +35,7 @@ class MicroBatch:
         sampling_logps: [B, T] as the sampler computed them, or None.
         reference: hidden states [B, T, H] and head of the reference, where the loss needs them.
         support_ids: [B, T, K] what the sampler kept, where the policy has moved since.
+        routed_experts: [B, P + T - 1, layers, K] what the policy's forwards go through, or None.
         packed: the model and the loss are given the tokens alone, in one row. The tensors above
             stay padded but for the hidden states, [1, n, H] of the n counted tokens.
     """
@@ -53,6 +54,7 @@ class MicroBatch:
     sampling_logps: Tensor | None = None
     reference: tuple[Tensor, LanguageModelHead] | None = None
     support_ids: Tensor | None = None
+    routed_experts: Tensor | None = None
     packed: bool = False
 
     def __len__(self) -> int:
@@ -83,6 +85,21 @@ class MicroBatch:
         """[B, T, ...] of what a loss returns; packed, with `fill` where a token does not count."""
         packing = self.packing
         return values if packing is None or values is None else packing.rows(values, fill)
+
+    @property
+    def experts(self) -> Tensor | None:
+        """What the model's forward goes through, for the tokens that it is given."""
+        if self.routed_experts is None or not self.packed:
+            return self.routed_experts
+        return self.routed_experts[self.attention_mask][None]
+
+    def keep_experts(self, experts: Tensor) -> None:
+        """Takes those of such a forward for all later ones."""
+        if self.packed:
+            rows = experts.new_zeros((*self.attention_mask.shape, *experts.shape[2:]))
+            rows[self.attention_mask] = experts[0]
+            experts = rows
+        self.routed_experts = experts
 
     def support(self, args: GRPOConfig) -> dict[str, Any]:
         """The sampler's support: its ids, or the rules, while the policy is still the sampler."""
@@ -136,6 +153,11 @@ def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slic
         sampling_logps=None
         if sample.sampling_logps is None
         else sample.sampling_logps[rows, :length],
+        routed_experts=None
+        if sample.routed_experts is None
+        else sample.routed_experts[rows, sample.prompt_ids.shape[1] - width :][
+            :, : width + length - 1
+        ],
     )
 
 

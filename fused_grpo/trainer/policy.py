@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from fused_grpo.integrations.models import is_sharded
+from fused_grpo.integrations.routing import recording, replaying
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.batches import MicroBatch
 from fused_grpo.trainer.sharding import reshard, shard, whole
@@ -65,10 +66,17 @@ class Policy:
 
     def at_head(self, batch: MicroBatch, head_fn: Any) -> Any:
         """What `head_fn` makes of the hidden states of a micro-batch and the head."""
-        return _at_head(self.model, batch, head_fn)
+        with replaying(self.model, batch.experts):
+            return _at_head(self.model, batch, head_fn)
+
+    def record_experts(self, batch: MicroBatch) -> None:
+        """Keep the experts that the policy uses now, for all its later forwards of the batch."""
+        with recording(self.model) as tape:
+            _at_head(self.model, batch, lambda hidden, head: None)
+        batch.keep_experts(tape.experts(1 if batch.packed else len(batch)))
 
     def at_reference(self, batch: MicroBatch, head_fn: Any) -> Any:
-        """The same of the reference."""
+        """The same of the reference, through experts of its own."""
         if self.reference is not None:
             return _at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
+from fused_grpo.integrations.routing import check_routing, replaying
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import identity, setup
 from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
@@ -37,7 +38,8 @@ from fused_grpo.trainer.monitor import Monitor
 from fused_grpo.trainer.packing import check_packing
 from fused_grpo.trainer.policy import Policy, SyncReference
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
-from fused_grpo.trainer.rollout import Sampler
+from fused_grpo.trainer.rollout import Rollout
+from fused_grpo.trainer.rollouts import make_rollout
 from fused_grpo.trainer.sampler import GroupSampler
 from fused_grpo.trainer.sharding import (
     check_distribution,
@@ -71,10 +73,12 @@ class GRPOTrainer(DurableTrainer):
         processing_class: the tokenizer; default: the one that belongs to the model's name.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: wraps the model in this adapter.
+        rollout: makes completions, in the place of what `args` ask for.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
         RewardError: from `train` and `evaluate`, when a reward function fails.
+        RolloutError: from the same, when a server or an engine that samples fails.
     """
 
     args: GRPOConfig
@@ -94,6 +98,7 @@ class GRPOTrainer(DurableTrainer):
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        rollout: Rollout | None = None,
     ) -> None:
         args = GRPOConfig("grpo_output") if args is None else args
         if not isinstance(args, GRPOConfig):
@@ -110,7 +115,9 @@ class GRPOTrainer(DurableTrainer):
             verify_head(model)
         if args.disable_dropout:
             setup.disable_dropout(model)
-        self.sampler = Sampler(model, processing_class, args)
+        if args.router_replay is not None:
+            check_routing(model)
+        self.sampler = rollout or make_rollout(model, processing_class, args)
         super().__init__(
             model=model,
             args=args,
@@ -206,10 +213,12 @@ class GRPOTrainer(DurableTrainer):
         number, place = divmod(self._micro_step, args.generation_steps * args.num_iterations)
         if place == 0 or self._generation is None:
             self.collector.number = number
+            self.sampler.sync(self.model)
             self._generation = self.collector(inputs)
             self.state.num_input_tokens_seen += self._generation.tokens
         batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
-        loss = super().training_step(model, batch, num_items_in_batch)
+        with replaying(self.model, batch.experts):  # activations are computed again inside
+            loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
         if self._micro_step % args.gradient_accumulation_steps == 0:
             self.controls.step()
@@ -337,6 +346,7 @@ class GRPOTrainer(DurableTrainer):
         batches: Any = [rows[i : i + size] for i in range(0, most, size)]
         self.callback_handler.eval_dataloader = batches  # the progress bar asks for its length
         results: list[tuple[list[float], int, bool]] = []
+        self.sampler.sync(self.model)
         for batch in batches:
             prompts = [row["prompt"] for row in batch or [dataset[0]]]
             sample = self.sampler(self.model, prompts, greedy=True)
