@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
+from fused_grpo.integrations.models import is_sharded
+from fused_grpo.integrations.routing import recording, replaying
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.batches import MicroBatch
+from fused_grpo.trainer.sharding import reshard, shard, whole
 
 
 class Policy:
@@ -35,9 +37,16 @@ class Policy:
         needs_copy = copy_reference and not setup.is_peft(model)
         self.reference: Any = setup.frozen_copy(model) if needs_copy else None
 
+    def shard_reference(self, accelerator: Any) -> None:
+        """Shards the copy as accelerate has sharded the model (FSDP2)."""
+        if self.reference is not None and is_sharded(self.model):
+            self.reference = shard(self.reference, accelerator)
+
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """reference <- (1 - alpha) * reference + alpha * policy (TR-DPO, arXiv 2404.09656)."""
+        for model in (self.model, self.reference):
+            reshard(model)
         ours, theirs = self.model.parameters(), self.reference.parameters()
         for policy, reference in zip(ours, theirs, strict=True):
             reference.mul_(1.0 - alpha).add_(policy, alpha=alpha)
@@ -45,41 +54,33 @@ class Policy:
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint must hold: the weights of a reference that moves, else nothing.
 
-        Of a sharded one all processes make them whole together.
+        All processes call it: a sharded reference is gathered.
         """
-        if not self.synced:
-            return {}
-        return {name: _whole(value) for name, value in self.reference.state_dict().items()}
+        state = self.reference.state_dict() if self.synced else {}
+        return {name: whole(tensor) for name, tensor in state.items()}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes what `state_dict` gave."""
+        """Takes what `state_dict` gave, before the reference is sharded."""
         if self.synced:
-            for name, value in self.reference.state_dict().items():
-                value.copy_(_sharded_as(value, state[name]))
+            self.reference.load_state_dict(state)
 
     def at_head(self, batch: MicroBatch, head_fn: Any) -> Any:
         """What `head_fn` makes of the hidden states of a micro-batch and the head."""
-        return _at_head(self.model, batch, head_fn)
+        with replaying(self.model, batch.experts):
+            return _at_head(self.model, batch, head_fn)
+
+    def record_experts(self, batch: MicroBatch) -> None:
+        """Keep the experts that the policy uses now, for all its later forwards of the batch."""
+        with recording(self.model) as tape:
+            _at_head(self.model, batch, lambda hidden, head: None)
+        batch.keep_experts(tape.experts(1 if batch.packed else len(batch)))
 
     def at_reference(self, batch: MicroBatch, head_fn: Any) -> Any:
-        """The same of the reference."""
+        """The same of the reference, through experts of its own."""
         if self.reference is not None:
             return _at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():
             return _at_head(self.model, batch, head_fn)
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def _sharded_as(value: Tensor, whole: Tensor) -> Tensor:
-    """`whole` in the parts of `value`, if that has parts."""
-    whole = whole.to(value.device)
-    if not isinstance(value, DTensor):
-        return whole
-    return distribute_tensor(whole, value.device_mesh, value.placements)
 
 
 @torch.no_grad()
