@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fused_grpo.integrations.models import causal_lm
+from fused_grpo.integrations.models import causal_lm, is_sharded
 from fused_grpo.integrations.routing import recording
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.sample import (
@@ -186,12 +186,14 @@ class Sampler(TokenRollout):
         if self.args.reads_sampler and not greedy:
             recorder = LogprobRecorder(self.args.temperature, self.args.sampler_support)
             cache["logits_processor"] = LogitsProcessorList([recorder])
+        extra: dict[str, Any] = {"synced_gpus": True} if is_sharded(model) else {}
         with only_own_options(model), recording(model, record) as tape:
             out = model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=mask.long(),
                 generation_config=self.generation_config(greedy),
                 **cache,
+                **extra,
                 **_without_router(model),
             )
         completion_ids = out[:, ids.shape[1] :]
@@ -271,6 +273,8 @@ def _shared_prefix(model: nn.Module, ids: Tensor, mask: Tensor, copies: int) -> 
     An empty dict where the model keeps another kind of state than keys and values: `generate` then
     reads every copy of the prompt, which gives the same result.
     """
+    if is_sharded(model):  # all ranks must make the same forward passes, whatever their prompts
+        return {}
     inner: Any = causal_lm(model)
     known = inspect.signature(inner.base_model.forward).parameters
     name = "cache" if "cache" in known else "past_key_values"
