@@ -7,8 +7,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
-# Tests run in a process per core, up to four (each takes some 2 GB), whole files at a time: what the
-# tests of a file share, such as a group of started ranks, is made once. PYTEST_ARGS='-n 0': in one.
+# Tests run in a process per core, up to four, since some start ranks of their own, and whole files at
+# a time: what the tests of a file share, such as those ranks, is made once. PYTEST_ARGS='-n 0': in one.
 PYTEST_WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 BENCH_ARGS ?=
 GATE_ARGS ?= --check

@@ -178,6 +178,16 @@ RULES: tuple[Rule, ...] = (
         "see whether it fails or times out; leave out prompts that it does not apply to",
     ),
     Rule(
+        *("reward_fails", "rewards/*/failed", "mean", +1, 1.0, 3),
+        "reward function {name} fails on {value} completions a call",
+        "see the log for why; fix it, or give it more time",
+    ),
+    Rule(
+        *("steps_skipped", "skipped_steps", "mean", +1, 1.0, 1),
+        "{now} optimizer steps so far were left out: loss or gradient were not finite",
+        "a lower learning_rate; fp32 weights, or bf16 for fp16; see the completions of this step",
+    ),
+    Rule(
         *("gradient_spike", "grad_norm", "mean / median before", +1, 10.0, 1),
         "the gradient's norm is {now}, {value} times the usual",
         "max_grad_norm near the usual norm; a larger batch; see the completions of this step",

@@ -75,5 +75,6 @@ def _log_below(folder: Path, trainer: Any) -> None:
     from transformers.integrations.integration_utils import default_logdir
 
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+        ours = isinstance(callback, TensorBoardCallback)
+        if ours and getattr(callback, "logging_dir", "") is None:
             callback.logging_dir = os.path.join(folder, default_logdir())
