@@ -71,6 +71,13 @@ def test_options_of_transformers_reach_it(tmp_path: Path) -> None:
         run.sampler(run.model, ["a longer prompt"], copies=4)
 
 
+def test_a_model_that_ranks_share_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, **CONTINUOUS)
+    run.model.set_reshard_after_forward = None  # what FSDP2 leaves on a model
+    with pytest.raises(ValueError, match="does not work under FSDP"):
+        run.sampler.sync(run.model)
+
+
 def test_truncated_log_probabilities_need_the_kept_support(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"ContinuousBatching reports log-prob.*top_k=5"):
         trainer(tmp_path, sampling_correction="monitor", top_k=5, **CONTINUOUS)

@@ -218,8 +218,8 @@ def test_sampled_experts_are_those_of_one_pass_over_the_text(tmp_path: Path, cop
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"gradient_checkpointing": True}, {"peft": LORA}],
-    ids=["plain", "checkpointing", "lora"],
+    [{}, {"gradient_checkpointing": True}, {"peft": LORA}, {"padding_free": True}],
+    ids=["plain", "checkpointing", "lora", "packed"],
 )
 def test_training_uses_the_experts_that_were_recorded(
     tmp_path: Path, mode: str, more: dict[str, Any]
@@ -243,14 +243,14 @@ def test_training_uses_the_experts_that_were_recorded(
             loss = original(model, inputs, items)
         at = (run._micro_step - 1) % run.args.generation_steps
         batch = run._generation.batches[at]
-        shape = batch.routed_experts.shape
-        assert shape[:2] == batch.input_ids.shape
+        shape = batch.experts.shape
+        assert batch.routed_experts.shape[:2] == batch.input_ids.shape
         for layer, calls in enumerate(seen):
             chosen = calls[-1].view(*shape[:2], CHOSEN)
-            assert torch.equal(chosen, batch.routed_experts[:, :, layer].long())
+            assert torch.equal(chosen, batch.experts[:, :, layer].long())
         with recording(run.model) as tape, torch.no_grad():
             run.model(**batch.model_inputs(run.model), use_cache=False)
-        checked.append(torch.equal(tape.experts(shape[0]), batch.routed_experts))
+        checked.append(torch.equal(tape.experts(shape[0]), batch.experts))
         return loss
 
     run.training_step = step

@@ -107,6 +107,21 @@ class MicroBatch:
             return {"support_ids": self.for_loss(self.support_ids)}
         return {f"support_{name}": value for name, value in args.sampler_support.items()}
 
+    @property
+    def experts(self) -> Tensor | None:
+        """`routed_experts` laid out as what the model is given, [1, N, layers, K] where packed."""
+        if self.routed_experts is None or not self.packed:
+            return self.routed_experts
+        return self.routed_experts[self.attention_mask][None]
+
+    def keep_experts(self, chosen: Tensor) -> None:
+        """Takes what is laid out as `experts` is."""
+        self.routed_experts = chosen
+        if self.packed:
+            rows = chosen.new_zeros(*self.attention_mask.shape, *chosen.shape[2:])
+            rows[self.attention_mask] = chosen[0]
+            self.routed_experts = rows
+
     def reference_head(self) -> dict[str, Any]:
         if self.reference is None:
             return {}

@@ -186,13 +186,14 @@ class Sampler(TokenRollout):
         if self.args.reads_sampler and not greedy:
             recorder = LogprobRecorder(self.args.temperature, self.args.sampler_support)
             cache["logits_processor"] = LogitsProcessorList([recorder])
+        extra: dict[str, Any] = {"synced_gpus": True} if is_sharded(model) else {}
         with only_own_options(model), recording(model, record) as tape:
             out = model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=mask.long(),
                 generation_config=self.generation_config(greedy),
                 **cache,
-                **({"synced_gpus": True} if is_sharded(model) else {}),
+                **extra,
                 **_without_router(model),
             )
         completion_ids = out[:, ids.shape[1] :]

@@ -115,7 +115,7 @@ class GRPOTrainer(DurableTrainer):
             verify_head(model)
         if args.disable_dropout:
             setup.disable_dropout(model)
-        if args.router_replay is not None:
+        if args.router_replay is not None and has_weights():
             check_routing(model)
         self.sampler = rollout or make_rollout(model, processing_class, args)
         super().__init__(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_grpo.integrations.models import causal_lm
+from fused_grpo.integrations.models import causal_lm, is_sharded
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rollout import TokenRollout, only_own_options
 from fused_grpo.trainer.sample import Completion, RolloutError
@@ -30,6 +30,14 @@ class ContinuousBatching(TokenRollout):
         self.options: dict[str, Any] = json.loads(given) if isinstance(given, str) else dict(given)
         if not hasattr(causal_lm(model), "generate_batch"):
             raise ValueError(f"{type(causal_lm(model)).__name__} has no generate_batch")
+
+    def sync(self, model: nn.Module) -> None:
+        """ValueError for a model that ranks share: each has its own number of forward passes."""
+        if is_sharded(model):
+            raise ValueError(
+                "use_transformers_continuous_batching does not work under FSDP, whose ranks must "
+                "make the same forward passes: use generate or a server"
+            )
 
     @torch.no_grad()
     def complete(

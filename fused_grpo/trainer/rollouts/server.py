@@ -9,11 +9,12 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from fused_grpo.integrations.models import is_sharded
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rollout import Sampler, TokenRollout
 from fused_grpo.trainer.rollouts.http import Http, RefusedError
-from fused_grpo.trainer.rollouts.weights import WeightFolder, is_sharded, merged_weights
+from fused_grpo.trainer.rollouts.weights import WeightFolder, merged_weights
 from fused_grpo.trainer.sample import Completion, Prompt, RolloutError, Sample
 
 UNKNOWN_LOGP = -9998.0  # servers put -9999 where they have no number, which JSON lacks

@@ -47,11 +47,6 @@ def _is_adapter(module: Any) -> bool:
     return hasattr(module, "get_base_layer") and hasattr(module, "merge")
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks hold parts of the weights."""
-    return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
-
-
 class WeightFolder:
     """One folder of weights after another, the last of which is kept.
 
