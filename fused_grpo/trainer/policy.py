@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
@@ -38,6 +39,8 @@ class Policy:
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """reference <- (1 - alpha) * reference + alpha * policy (TR-DPO, arXiv 2404.09656)."""
+        for model in (self.model, self.reference):
+            _reshard(model)
         ours, theirs = self.model.parameters(), self.reference.parameters()
         for policy, reference in zip(ours, theirs, strict=True):
             reference.mul_(1.0 - alpha).add_(policy, alpha=alpha)
@@ -49,12 +52,14 @@ class Policy:
         """
         if not self.synced:
             return {}
+        _reshard(self.reference)
         return {name: _whole(value) for name, value in self.reference.state_dict().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes what `state_dict` gave."""
         if self.synced:
+            _reshard(self.reference)
             for name, value in self.reference.state_dict().items():
                 value.copy_(_sharded_as(value, state[name]))
 
@@ -68,6 +73,13 @@ class Policy:
             return _at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():
             return _at_head(self.model, batch, head_fn)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Gives up whole weights that FSDP keeps from a forward: the parts are what counts."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _whole(value: Tensor) -> Tensor:
