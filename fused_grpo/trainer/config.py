@@ -17,6 +17,7 @@ from fused_grpo.estimators import ESTIMATORS
 from fused_grpo.kl import HEAD_KL
 from fused_grpo.trainer.loop_args import LoopArguments
 from fused_grpo.trainer.loss_args import LossArguments, arg
+from fused_grpo.trainer.monitor_args import MonitorArguments
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -31,7 +32,7 @@ SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 @dataclass
-class GRPOConfig(LoopArguments, LossArguments, TrainingArguments):
+class GRPOConfig(LoopArguments, MonitorArguments, LossArguments, TrainingArguments):
     """Arguments of `GRPOTrainer`; every argument of `transformers.TrainingArguments` works too.
 
     One optimizer step takes per_device_train_batch_size * gradient_accumulation_steps * (number of
@@ -125,6 +126,7 @@ class GRPOConfig(LoopArguments, LossArguments, TrainingArguments):
         self._check_generation_kwargs()
         self._check_batch()
         self.adaptive_kl()
+        self.check_monitor()
 
     @property
     def sampler_support(self) -> dict[str, Any]:

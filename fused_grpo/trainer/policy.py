@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
 from fused_grpo.trainer import setup
@@ -39,29 +37,18 @@ class Policy:
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
         """reference <- (1 - alpha) * reference + alpha * policy (TR-DPO, arXiv 2404.09656)."""
-        for model in (self.model, self.reference):
-            _reshard(model)
         ours, theirs = self.model.parameters(), self.reference.parameters()
         for policy, reference in zip(ours, theirs, strict=True):
             reference.mul_(1.0 - alpha).add_(policy, alpha=alpha)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold: the weights of a reference that moves, else nothing.
+        """What a checkpoint must hold: the weights of a reference that moves, else nothing."""
+        return dict(self.reference.state_dict()) if self.synced else {}
 
-        Of a sharded one all processes make them whole together.
-        """
-        if not self.synced:
-            return {}
-        _reshard(self.reference)
-        return {name: _whole(value) for name, value in self.reference.state_dict().items()}
-
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes what `state_dict` gave."""
         if self.synced:
-            _reshard(self.reference)
-            for name, value in self.reference.state_dict().items():
-                value.copy_(_sharded_as(value, state[name]))
+            self.reference.load_state_dict(state)
 
     def at_head(self, batch: MicroBatch, head_fn: Any) -> Any:
         """What `head_fn` makes of the hidden states of a micro-batch and the head."""
@@ -73,25 +60,6 @@ class Policy:
             return _at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():
             return _at_head(self.model, batch, head_fn)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Gives up whole weights that FSDP keeps from a forward: the parts are what counts."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def _sharded_as(value: Tensor, whole: Tensor) -> Tensor:
-    """`whole` in the parts of `value`, if that has parts."""
-    whole = whole.to(value.device)
-    if not isinstance(value, DTensor):
-        return whole
-    return distribute_tensor(whole, value.device_mesh, value.placements)
 
 
 @torch.no_grad()
