@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
                  "ref_model_sync_steps": 1, "use_adaptive_entropy": True,
                  "entropy_target": 100.0},
 }  # fmt: skip
-LOGGED = ("loss", "grad_norm", "dynamic_sample/trained", "beta", "entropy_coef")
+LOGGED = ("loss", "grad_norm", "kl", "entropy", "dynamic_sample/trained", "beta", "entropy_coef")
 ALL = ("reward", "reward_std", "num_tokens", "dynamic_sample/rounds", "dynamic_sample/dropped")
 
 

@@ -36,7 +36,7 @@ def text(completion: str) -> Any:
 
 
 def _hog(_: str) -> None:
-    bytearray(2**30)
+    bytearray(2**29)
 
 
 def _spawn(path: str) -> None:
