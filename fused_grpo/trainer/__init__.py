@@ -1,7 +1,20 @@
 """GRPO training of transformers models with the fused loss."""
 
-from fused_grpo.trainer.config import GRPOConfig
-from fused_grpo.trainer.rewards import RewardError
-from fused_grpo.trainer.trainer import GRPOTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fused_grpo.trainer.config import GRPOConfig
+    from fused_grpo.trainer.rewards import RewardError
+    from fused_grpo.trainer.trainer import GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RewardError"]
+
+# where they are, for when they are asked for: a verifier's process needs no transformers
+_MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "RewardError": "rewards"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-from fused_grpo.trainer import verifiers
+from fused_grpo.trainer import judges, verifiers
 from fused_grpo.trainer.prompts import ANSWERS, PromptStyle
 from fused_grpo.trainer.task_options import TaskOptions
 from fused_grpo.trainer.tasks import Task
@@ -50,7 +50,7 @@ def gym_task(name: str, options: TaskOptions) -> Task:
     if continued and any("\n" in (e["answer"] or "").strip() for e in held_out + train):
         raise ValueError(f"{name} has answers of several lines: give --answer-from whole or tag")
     measurable = continued and all(e["answer"] is not None for e in held_out + train)
-    score = functools.partial(score_answer, environment, json.dumps(options.options))
+    score = functools.partial(judges.environment_score, environment, json.dumps(options.options))
     return Task(
         name=name.replace(":", "-"),
         train=[_row(e, rng.sample(examples, shots), style) for e in train],
@@ -61,16 +61,6 @@ def gym_task(name: str, options: TaskOptions) -> Task:
         answer_of=ANSWERS[answer_from],
         dropped=source.dropped,
     )
-
-
-def score_answer(environment: str, options: str, completion: str, entry: Entry) -> float:
-    """What the environment gives for an answer, 1 being right; runs in a worker."""
-    return float(_judge(environment, options).score_answer(completion, entry))
-
-
-@functools.lru_cache(maxsize=4)
-def _judge(environment: str, options: str) -> Any:
-    return _dataset(environment, json.loads(options), seed=0, size=1)
 
 
 def _dataset(environment: str, options: dict[str, Any], seed: int, size: int) -> Any:

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fused_grpo.trainer import judges
 from fused_grpo.trainer.prompts import ANSWERS
 from fused_grpo.trainer.setup import RESERVED_COLUMNS
 from fused_grpo.trainer.task_options import TaskOptions
 from fused_grpo.trainer.tasks import Task
-from fused_grpo.trainer.verifiers import VerifierReward, exact, make_verifier
+from fused_grpo.trainer.verifiers import VerifierReward, make_verifier
 
 HELD_OUT_SHARE = 0.1
 ROLES = ("system", "user", "assistant", "tool", "developer")
@@ -49,7 +50,9 @@ def jsonl_task(name: str, options: TaskOptions) -> Task:
             f"{name} leaves {len(train)} prompts for training and {len(held_out)} held out: both "
             "need some; see --held-out-share and --held-out-file"
         )
-    answer_from = options.get("answer_from", "tag-or-last-line" if verifier is exact else "whole")
+    answer_from = options.get(
+        "answer_from", "tag-or-last-line" if verifier is judges.exact else "whole"
+    )
     text_only = all(isinstance(row["prompt"], str) for row in train + held_out)
     return Task(
         Path(name).stem,

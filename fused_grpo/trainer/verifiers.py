@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from fused_grpo.trainer import judges
 from fused_grpo.trainer.isolation import isolated
 from fused_grpo.trainer.models import MissingExtraError
 from fused_grpo.trainer.prompts import text_of
@@ -44,7 +45,7 @@ class VerifierReward:
     ) -> None:
         self.__name__, self.answer_of = name, answer_of
         # a comparison of two texts cannot hang
-        self._verify: Any = _each_exact if verifier is exact else isolated(verifier, TIMEOUT)
+        self._verify: Any = _each_exact if verifier is judges.exact else isolated(verifier, TIMEOUT)
 
     @property
     def failures(self) -> Counter[str]:
@@ -71,50 +72,19 @@ def make_verifier(form: str) -> tuple[str, Verifier]:
     """
     kind, _, rest = form.partition(":")
     if form == "exact":
-        return "exact", exact
+        return "exact", judges.exact
     if form == "math":
         need("math_verify", "--verifier math")
-        return "math", mathematics
+        return "math", judges.mathematics
     if kind == "regex" and rest:
         try:
             re.compile(rest)
         except re.error as error:
             raise ValueError(f"verifier={form!r}: the pattern does not compile: {error}") from error
-        return "regex", functools.partial(regex, rest)
+        return "regex", functools.partial(judges.regex, rest)
     if rest:
         return rest, _imported(form)
     raise ValueError(f"verifier={form!r} is unknown; it is one of {FORMS}")
-
-
-def exact(completion: str, answer: Any) -> float:
-    """1 where the two are the same text, blanks around both aside."""
-    return float(completion.strip() == str(answer).strip())
-
-
-def regex(pattern: str, completion: str, answer: Any = None) -> float:
-    """1 where the pattern is found, and its first group, if it has any, is the answer."""
-    found = re.search(pattern, completion)
-    if found is None:
-        return 0.0
-    return 1.0 if found.re.groups == 0 else exact(found.group(1) or "", answer)
-
-
-def mathematics(completion: str, answer: Any) -> float:
-    """1 where math-verify finds the two mathematically equal.
-
-    Raises:
-        ValueError: the expected answer is no mathematics.
-    """
-    import math_verify
-
-    gold = str(answer)
-    gold = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
-    # no limits of its own, which need signals: whoever runs this sets one
-    known = math_verify.parse(gold, parsing_timeout=None)
-    if not known:
-        raise ValueError(f"math-verify reads no mathematics in the answer {answer!r}")
-    given = math_verify.parse(completion, parsing_timeout=None)
-    return float(math_verify.verify(known, given, timeout_seconds=None))
 
 
 def need(package: str, what: str) -> None:
@@ -141,4 +111,4 @@ def _imported(form: str) -> Verifier:
 
 
 def _each_exact(completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
-    return [exact(*pair) for pair in zip(completions, answer, strict=True)]
+    return [judges.exact(*pair) for pair in zip(completions, answer, strict=True)]
