@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +365,9 @@ def test_the_longest_answer_is_measured_in_tokens() -> None:
     assert demo.completion_length(task, tokenizer) == longest + 2  # a blank and the end
     several = gym("chain_sum", held_out=5, train_rows=5, answer_from="whole")
     assert demo.completion_length(several, tokenizer) == gym_task.LONGEST
+
+
+def test_a_verifiers_process_needs_no_transformers() -> None:
+    code = "import sys, fused_grpo.trainer.judges\nassert 'transformers' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -46,18 +46,17 @@ class VerifierReward:
         self.__name__, self.answer_of = name, answer_of
         # a comparison of two texts cannot hang
         self._verify: Any = _each_exact if verifier is judges.exact else isolated(verifier, TIMEOUT)
-
-    @property
-    def failures(self) -> Counter[str]:
-        return Counter(getattr(self._verify, "failures", {}))
+        self.failures: Counter[str] = Counter()
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[float | None]:
         answers = [self.answer_of(text_of(completion)) for completion in completions]
         asked = [i for i, answer in enumerate(answers) if answer is not None]
         rewards: list[float | None] = [0.0] * len(answers)
+        self.failures = Counter()
         if asked:
             batch = {name: [column[i] for i in asked] for name, column in columns.items()}
             found = self._verify(completions=[answers[i] for i in asked], **batch)
+            self.failures = Counter(getattr(self._verify, "failures", {}))
             for i, value in zip(asked, found, strict=True):
                 rewards[i] = value
         return rewards
