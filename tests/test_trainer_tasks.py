@@ -235,6 +235,11 @@ def test_rows_are_split_by_a_hash_of_their_prompt(tmp_path: Path) -> None:
     fewer = make_task(write(tmp_path / "less.jsonl", rows[300:100:-1]), options)
     present = {row["prompt"] for row in rows[101:301]}
     assert {row["prompt"] for row in fewer.held_out} == held_out & present
+    # nor does how the question is asked
+    for style in ({"prompt": "chat"}, {"system_prompt": "Add."}, {"prompt": "text"}):
+        asked = TaskOptions(verifier="exact", held_out_share=0.25, **style)
+        other = make_task(str(tmp_path / "sums.jsonl"), asked)
+        assert [row["answer"] for row in other.held_out] == [r["answer"] for r in task.held_out]
     columns = {name: [row[name] for row in task.train[:2]] for name in ("answer", "level")}
     right = [f"well\n{answer}" for answer in columns["answer"]]
     assert task.reward(completions=right, **columns) == [1, 1]
@@ -354,6 +359,12 @@ def test_training_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     before, after, difference, low = map(float, change.groups())
     assert difference == pytest.approx(after - before, abs=2e-3)
     assert 0 < low <= difference
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert len(found["rewards"]["before"]) == len(found["rewards"]["after"])
+    assert found["pass@1"]["difference"]["low"] == pytest.approx(low, abs=6e-4)
+    assert sum(found["rewards"]["after"]) / len(found["rewards"]["after"]) == pytest.approx(
+        after, abs=6e-4
+    )
 
 
 def test_the_longest_answer_is_measured_in_tokens() -> None:

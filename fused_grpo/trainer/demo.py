@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from fused_grpo.trainer.passk import Interval, bootstrap, paired_difference
 from fused_grpo.trainer.rewards import RewardFunc
 from fused_grpo.trainer.tasks import Task
 from fused_grpo.trainer.trainer import GRPOTrainer
+
+EVALUATION_FILE = "evaluation.json"
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ def run(
     trainer.model.config.use_cache = True  # the Trainer turns it off
     trainer.model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
+    result = passed(before, after, task.correct)
+    _write(out / EVALUATION_FILE, before, after, result)
     plot = None
     if importlib.util.find_spec("matplotlib") is not None:
         from fused_grpo.trainer.plot import plot_metrics
@@ -161,7 +166,7 @@ def run(
     return Summary(
         _mean(before),
         _mean(after),
-        passed(before, after, task.correct),
+        result,
         len(task.held_out),
         trainer.state.global_step,
         seconds,
@@ -175,6 +180,19 @@ def _held_out(trainer: GRPOTrainer) -> list[float]:
     """The task's reward of a greedy completion of each prompt, in the same order every time."""
     trainer.evaluate()
     return trainer.eval_rewards[:, 0].tolist()
+
+
+def _write(
+    path: Path, before: list[float], after: list[float], result: tuple[Interval, ...]
+) -> None:
+    """Rewards of each held-out prompt, None where one could not be verified, and pass@1."""
+    rewards = {
+        name: [None if reward != reward else reward for reward in values]
+        for name, values in (("before", before), ("after", after))
+    }
+    intervals = dict(zip(("before", "after", "difference"), result, strict=True))
+    content = {"rewards": rewards, "pass@1": {k: v.json() for k, v in intervals.items()}}
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _mean(rewards: list[float]) -> float:

@@ -39,7 +39,7 @@ def jsonl_task(name: str, options: TaskOptions) -> Task:
         repeated += more
     else:
         share = options.get("held_out_share", HELD_OUT_SHARE)
-        held_out = [row for row in train if _place(row["prompt"]) < share]
+        held_out = [row for row in train if _place(row["prompt"], options) < share]
     asked = {_key(row["prompt"]) for row in held_out}
     known = len(train)
     train = [row for row in train if _key(row["prompt"]) not in asked]
@@ -148,9 +148,16 @@ def _key(prompt: Any) -> str:
     return json.dumps(prompt, sort_keys=True)
 
 
-def _place(prompt: Any) -> float:
-    """A number in [0, 1) that depends on the prompt alone: other rows never move it."""
-    digest = hashlib.sha256(_key(prompt).encode()).digest()
+def _place(prompt: Any, options: TaskOptions) -> float:
+    """A number in [0, 1) that depends on the question alone: nothing else in the file moves it.
+
+    Nor does a system prompt, or whether the question is a text or a conversation.
+    """
+    if isinstance(prompt, str):
+        question = [prompt.removeprefix(f"{options.system_prompt}\n\n")]
+    else:
+        question = [message["content"] for message in prompt if message["role"] != "system"]
+    digest = hashlib.sha256(_key(question).encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
