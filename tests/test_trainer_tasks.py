@@ -71,13 +71,15 @@ def test_exact_and_regex() -> None:
 
 def test_mathematics() -> None:
     pytest.importorskip("math_verify")
-    assert judges.mathematics("It is $\\frac{2}{4}$.", "0.5") == 1
-    assert judges.mathematics("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$") == 1
-    assert judges.mathematics("so the answer is 12", 12) == 1
-    assert judges.mathematics("so the answer is 13", 12) == 0
-    assert judges.mathematics("I do not know", 12) == 0
+    from fused_grpo.trainer import judges_math
+
+    assert judges_math.mathematics("It is $\\frac{2}{4}$.", "0.5") == 1
+    assert judges_math.mathematics("\\boxed{x^2 + 2x + 1}", "$(x+1)^2$") == 1
+    assert judges_math.mathematics("so the answer is 12", 12) == 1
+    assert judges_math.mathematics("so the answer is 13", 12) == 0
+    assert judges_math.mathematics("I do not know", 12) == 0
     with pytest.raises(ValueError, match="no mathematics"):
-        judges.mathematics("12", "")
+        judges_math.mathematics("12", "")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import random
 from typing import Any
 
-from fused_grpo.trainer import judges, verifiers
+from fused_grpo.trainer import verifiers
 from fused_grpo.trainer.prompts import ANSWERS, PromptStyle
 from fused_grpo.trainer.task_options import TaskOptions
 from fused_grpo.trainer.tasks import Task
@@ -35,6 +35,8 @@ def gym_task(name: str, options: TaskOptions) -> Task:
     options.check("reasoning-gym")
     environment = name.removeprefix(PREFIX)
     verifiers.need("reasoning_gym", name)
+    from fused_grpo.trainer import judges_gym
+
     chat = options.get("prompt", "text") == "chat"
     answer_from = options.get("answer_from", "tag-or-last-line" if chat else "first-line")
     source = _Source(environment, options)
@@ -50,7 +52,9 @@ def gym_task(name: str, options: TaskOptions) -> Task:
     if continued and any("\n" in (e["answer"] or "").strip() for e in held_out + train):
         raise ValueError(f"{name} has answers of several lines: give --answer-from whole or tag")
     measurable = continued and all(e["answer"] is not None for e in held_out + train)
-    score = functools.partial(judges.environment_score, environment, json.dumps(options.options))
+    score = functools.partial(
+        judges_gym.environment_score, environment, json.dumps(options.options)
+    )
     return Task(
         name=name.replace(":", "-"),
         train=[_row(e, rng.sample(examples, shots), style) for e in train],

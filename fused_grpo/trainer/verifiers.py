@@ -74,7 +74,9 @@ def make_verifier(form: str) -> tuple[str, Verifier]:
         return "exact", judges.exact
     if form == "math":
         need("math_verify", "--verifier math")
-        return "math", judges.mathematics
+        from fused_grpo.trainer import judges_math
+
+        return "math", judges_math.mathematics
     if kind == "regex" and rest:
         try:
             re.compile(rest)
