@@ -176,6 +176,13 @@ def test_the_environment_scores() -> None:
     assert (task.stop, task.max_completion_length) == ("\n", None)
 
 
+def test_what_an_environment_cannot_read_is_wrong() -> None:
+    """prime_factorization's own judgement raises on a text without numbers."""
+    task = gym("prime_factorization", held_out=2, train_rows=2)
+    columns = {name: [task.train[0][name]] * 2 for name in ("answer", "entry")}
+    assert task.reward(completions=[task.train[0]["answer"], "no idea"], **columns) == [1, 0]
+
+
 def test_an_environment_as_a_conversation() -> None:
     task = gym("chain_sum", prompt="chat", system_prompt="Think.", held_out=3, train_rows=4)
     first = task.train[0]["prompt"]

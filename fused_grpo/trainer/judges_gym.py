@@ -12,8 +12,15 @@ import reasoning_gym
 def environment_score(
     environment: str, options: str, completion: str, entry: dict[str, Any]
 ) -> float:
-    """What an environment with these options, as JSON, gives for an answer, 1 being right."""
-    return float(_judge(environment, options).score_answer(completion, entry))
+    """What an environment with these options, as JSON, gives for an answer, 1 being right.
+
+    0 for one that it cannot read: some raise where others give 0.
+    """
+    judge = _judge(environment, options)
+    try:
+        return float(judge.score_answer(completion, entry))
+    except Exception:
+        return 0.0
 
 
 @functools.lru_cache(maxsize=4)
