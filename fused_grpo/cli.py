@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
 from typing import Any
@@ -76,9 +77,16 @@ def build_parser() -> argparse.ArgumentParser:
         train.add_argument(
             option, dest=field, type=kind, default=argparse.SUPPRESS, help=text + default
         )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last good checkpoint of the output directory, or begin",
+    )
     train.add_argument("--help-all", action="store_true", help="list the options of GRPOConfig")
     cli_tasks.add_eval_parser(commands)
     cli_tasks.add_ablate_parser(commands)
+    _add_plot(commands)
+    _add_completions(commands)
     doctor = commands.add_parser(
         "doctor",
         help="what this machine would use and why, and whether it computes right",
@@ -90,6 +98,35 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_plot(commands: Any) -> None:
+    plot = commands.add_parser(
+        "plot",
+        help="draw a run, or several in one picture",
+        description="Draw metrics of runs over their optimizer steps. Needs matplotlib.",
+    )
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder or a metrics.jsonl")
+    plot.add_argument("--metrics", nargs="+", help="names in metrics.jsonl; default: what matters")
+    plot.add_argument(
+        "--out",
+        help="the picture, .png, .pdf or .svg; default: metrics.png in the run's folder, "
+        "of several runs comparison.png here",
+    )
+    plot.add_argument("--smooth", type=int, default=1, help="mean of the last so many logs (1)")
+
+
+def _add_completions(commands: Any) -> None:
+    completions = commands.add_parser(
+        "completions",
+        help="show completions that a run has logged",
+        description="Show completions of a run that was trained with --log_completions True.",
+    )
+    completions.add_argument("run", metavar="RUN", help="a run's folder")
+    completions.add_argument("--step", type=int, help="default: the last")
+    chosen = completions.add_mutually_exclusive_group()
+    chosen.add_argument("--best", type=int, metavar="K", help="the K with the highest rewards")
+    chosen.add_argument("--worst", type=int, metavar="K", help="the K with the lowest rewards")
 
 
 def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, Any]) -> Any:
@@ -105,6 +142,8 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
     named = [word.replace("-", "_") for word in rest]
     if any(word.startswith("__advantage_estimator") for word in named):  # it has its own scale
         defaults = {k: v for k, v in defaults.items() if k != "scale_rewards"}
+    if options.resume:
+        given["resume_from_checkpoint"] = True
     parser.set_defaults(**{**defaults, **extra, **given})
     if options.help_all:
         parser.print_help()
@@ -159,10 +198,35 @@ def doctor(options: argparse.Namespace, rest: list[str]) -> int:
     return main(options.target, options.json)
 
 
+def plot(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo plot`."""
+    from fused_grpo.trainer.plot import main
+
+    if rest:
+        raise ValueError(f"plot does not know {' '.join(rest)}")
+    print(main(options.runs, options.metrics, options.out, options.smooth))
+    return 0
+
+
+def completions(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo completions`."""
+    from pathlib import Path
+
+    from fused_grpo.trainer.completions import COMPLETIONS_FILE, find, table
+
+    if rest:
+        raise ValueError(f"completions does not know {' '.join(rest)}")
+    path = Path(options.run) / COMPLETIONS_FILE
+    print(table(find(path, options.step, options.best, options.worst)))
+    return 0
+
+
 COMMANDS = {
     "train": train,
     "eval": cli_tasks.evaluate,
     "ablate": cli_tasks.ablate,
+    "plot": plot,
+    "completions": completions,
     "doctor": doctor,
 }
 
@@ -175,12 +239,23 @@ def main(argv: list[str] | None = None) -> int:
         return COMMANDS[options.command](options, rest)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         from fused_grpo.trainer.models import MissingExtraError
+        from fused_grpo.trainer.nonfinite import NonFiniteError
         from fused_grpo.trainer.rewards import RewardError
 
-        if isinstance(error, (ValueError, TypeError, OSError, MissingExtraError, RewardError)):
+        own = (MissingExtraError, RewardError, NonFiniteError)
+        if isinstance(error, (ValueError, TypeError, OSError, *own)):
             print(f"fused-grpo: {error}", file=sys.stderr)
             return 2
         raise
+    except SystemExit as stopped:
+        from fused_grpo.trainer.guards import Interrupted
+
+        if not isinstance(stopped, Interrupted):
+            raise
+        words = sys.argv[1:] if argv is None else argv
+        again = shlex.join(["fused-grpo", *(word for word in words if word != "--resume")])
+        print(f"fused-grpo: {stopped}\n{again} --resume", file=sys.stderr)
+        return stopped.status
 
 
 if __name__ == "__main__":

@@ -176,11 +176,12 @@ def whitened(x: Tensor, valid: Tensor, lengths: Tensor | None, eps: float, ddof:
     return torch.where(valid & (high > low), centred / (std + eps), 0.0)
 
 
-def equal_groups(grouped: Tensor) -> Tensor:
+def equal_groups(grouped: Tensor, span: float = 0.0) -> Tensor:
+    """[P] of [P, G]: the valid rewards of a group span at most `span`, or it has none."""
     # max == min rather than std == 0: seven times 0.1 has a rounding std
     nan = grouped.isnan()
     if grouped.shape[1] == 0:
         return nan.all(1)
     low = torch.where(nan, torch.inf, grouped).amin(1)
     high = torch.where(nan, -torch.inf, grouped).amax(1)
-    return high <= low
+    return high - low <= span

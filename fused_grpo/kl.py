@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -81,3 +82,55 @@ def kl_penalty(d: Tensor, estimator: str, limit: float | None, clamp: float | No
     if how.score:
         value = value * (d.detach() - d).exp()
     return Penalty(value, bounded != d, raw.abs() > (torch.inf if clamp is None else clamp))
+
+
+@dataclass
+class AdaptiveKL:
+    """Raises beta while the KL is above the target, and lowers it while it is below.
+
+    Ziegler et al. (arXiv 1909.08593, section 2.2): with e = clip(KL / target - 1, -0.2, 0.2),
+
+        beta <- beta * (1 + e * batch_size / horizon)
+
+        control = AdaptiveKL(target=0.1, horizon=10000, batch_size=64, coef=0.05)
+        loss = grpo_loss(..., beta=control.current)
+        control.update(mean_kl)            # of the whole optimizer step
+
+    Attributes:
+        target: in the unit of what `update` is given: nats per token in the trainer.
+        horizon: completions over which beta changes by a fifth at most.
+        batch_size: completions of a step.
+        coef: beta, at first that of the first step.
+
+    Raises:
+        ValueError: a number that is not > 0, a horizon below the batch.
+    """
+
+    target: float = 0.1
+    horizon: float = 10000
+    batch_size: float = 1
+    coef: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("target", "batch_size", "coef"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be > 0")
+        if not self.horizon >= self.batch_size:
+            raise ValueError(
+                f"horizon={self.horizon} must be at least the batch of {self.batch_size} "
+                "completions that a step takes"
+            )
+
+    @property
+    def current(self) -> float:
+        """The coefficient of the next step."""
+        return self.coef
+
+    def update(self, kl: float) -> None:
+        """Takes the mean KL of a step."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * self.batch_size / self.horizon
+
+    def state(self) -> dict[str, float]:
+        """Its fields, to be given to the constructor again."""
+        return asdict(self)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fused_grpo import cli, cli_tasks
-from fused_grpo.trainer import models
+from fused_grpo.trainer import checkpoints, models
 from fused_grpo.trainer.tasks import TASKS, digit_share, exact_match, make_task
 
 
@@ -182,3 +184,36 @@ def test_pretrained_model_learns(tmp_path: Path, seed: int) -> None:
     before, after = (entry["eval_reward"] for entry in entries if "eval_reward" in entry)
     assert after >= before + 0.10
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_a_stopped_run_is_resumed_by_the_command_that_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(folder: str) -> list[str]:
+        out = ["--output-dir", str(tmp_path / folder), "--save_strategy", "steps"]
+        return ["train", "--model", "tiny", "--steps", "4", *out, "--save_steps", "1"]
+
+    original = checkpoints.publish
+
+    def publish(draft: Path, run_dir: Path, about: dict[str, Any]) -> Path:
+        if about["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(draft, run_dir, about)
+
+    assert cli.main([*command("whole"), "--resume"]) == 0  # there is nothing yet: it begins
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "publish", publish)
+        assert cli.main(command("cut")) == 128 + signal.SIGTERM
+    *_, told, again = capsys.readouterr().err.splitlines()
+    assert f"The state is in {tmp_path / 'cut' / 'checkpoint-3'}" in told
+    assert again == " ".join(["fused-grpo", *command("cut"), "--resume"])
+    assert cli.main([*command("cut"), "--seed", "7", "--resume"]) == 2
+    refused = capsys.readouterr().err
+    assert "belongs to another run: " in refused
+    assert "seed: 42 in the checkpoint, 7 now" in refused
+    assert cli.main(again.split()[1:]) == 0
+    whole, cut = (tmp_path / name / "model" / "model.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+    entries = [json.loads(x) for x in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in entries if "grad_norm" in e] == [1, 2, 3, 4]
+    assert [e["step"] for e in entries if "eval_reward" in e] == [0, 4]

@@ -179,15 +179,15 @@ def test_entropy_coefficient_follows_the_entropy(tmp_path: Path) -> None:
     )
     low.train()
     assert logs(low, "entropy_coef") == pytest.approx([0.0, 0.01, 0.02])
-    assert low.entropy_control.coef == pytest.approx(0.03)
+    assert low.controls.by_name["entropy_coef"].coef == pytest.approx(0.03)
     entropies = logs(low, "entropy")
-    assert low.entropy_control.last == pytest.approx(entropies[-1], rel=1e-4)
+    assert low.controls.by_name["entropy_coef"].last == pytest.approx(entropies[-1], rel=1e-4)
     high = trainer(
         tmp_path / "high", use_adaptive_entropy=True, entropy_coef=0.5, entropy_target=1e-6
     )
     high.train()
     assert logs(high, "entropy_coef") == [0.0, 0.0]
-    assert high.entropy_control.coef == pytest.approx(0.49)
+    assert high.controls.by_name["entropy_coef"].coef == pytest.approx(0.49)
 
 
 def test_entropy_coefficient_of_a_resumed_run(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_entropy_coefficient_of_a_resumed_run(tmp_path: Path) -> None:
     again = trainer(tmp_path, **options, save_steps=1, max_steps=3)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logs(again, "entropy_coef")[-1] == pytest.approx(0.01)
-    assert again.entropy_control.coef == pytest.approx(0.015)
+    assert again.controls.by_name["entropy_coef"].coef == pytest.approx(0.015)
 
 
 def test_own_objective_in_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

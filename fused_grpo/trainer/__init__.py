@@ -5,13 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fused_grpo.trainer.config import GRPOConfig
+    from fused_grpo.trainer.isolation import isolated
     from fused_grpo.trainer.rewards import RewardError
     from fused_grpo.trainer.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RewardError"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "RewardError", "isolated"]
 
 # where they are, for when they are asked for: a verifier's process needs no transformers
-_MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "RewardError": "rewards"}
+_MODULES = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "RewardError": "rewards",
+    "isolated": "isolation",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -119,17 +119,15 @@ def grouped(prompts: Sequence[Any]) -> tuple[list[Any], int]:
 
 
 def loss_of(
-    batch: MicroBatch, args: GRPOConfig, entropy_coef: float | None = None, step: int = 0
+    batch: MicroBatch, args: GRPOConfig, step: int = 0, **coefficients: float
 ) -> Callable[[Tensor, LanguageModelHead], GRPOLossOutput]:
     """A `head_fn`: the share of `batch` in the loss of its optimizer step.
 
     The micro-batches of a step add up to the loss of one batch with all their rows, for every
-    reduction but bnpo's, which is defined by the tokens of a micro-batch. `entropy_coef` replaces
-    that of `args`; `step` is that of the optimizer.
+    reduction but bnpo's, which is defined by the tokens of a micro-batch. `coefficients` replace
+    those of `args`; `step` is that of the optimizer.
     """
-    options, spec = args.loss_options, args.loss_spec
-    if entropy_coef is not None:
-        options["entropy_coef"] = entropy_coef
+    options, spec = args.loss_options | coefficients, args.loss_spec
     options |= args.route_options(step)
     if "backward" in options:
         # numbers of their own for every process's rows
@@ -155,7 +153,7 @@ def loss_of(
             **options,
             **sums,
         )
-        if share != 1:
+        if not (isinstance(share, float) and share == 1):
             out.loss = out.loss * share
         if head.aux_loss is not None:  # of the micro-batch, whatever the reduction of the loss
             out.loss = out.loss + head.aux_loss / args.gradient_accumulation_steps
@@ -165,7 +163,7 @@ def loss_of(
     return head_fn
 
 
-def _step_sums(batch: MicroBatch, args: GRPOConfig) -> tuple[dict[str, Any], float]:
+def _step_sums(batch: MicroBatch, args: GRPOConfig) -> tuple[dict[str, Any], float | Tensor]:
     """What the reduction divides by in a whole step, and the factor where it is the caller's."""
     scheme = args.scheme
     if "num_items_in_batch" in scheme.takes:
@@ -175,7 +173,9 @@ def _step_sums(batch: MicroBatch, args: GRPOConfig) -> tuple[dict[str, Any], flo
         return {"num_sequences": rows}, 1.0
     if "group_ids" in scheme.takes:
         groups = torch.arange(len(batch), device=batch.completion_ids.device)
-        return {"group_ids": groups // args.num_generations}, 1 / args.gradient_accumulation_steps
+        assert batch.num_rows is not None
+        share = len(batch) / batch.num_rows.clamp_min(1)  # with rows that are not trained on, > 1
+        return {"group_ids": groups // args.num_generations}, share
     if scheme.over == "nothing":  # a sum, of which DDP takes the mean over processes
         return {}, float(args.world_size)
     return {}, 1 / args.gradient_accumulation_steps

@@ -15,7 +15,9 @@ from transformers import TrainingArguments
 from fused_grpo.advantages import AGGREGATIONS
 from fused_grpo.estimators import ESTIMATORS
 from fused_grpo.kl import HEAD_KL
+from fused_grpo.trainer.loop_args import LoopArguments
 from fused_grpo.trainer.loss_args import LossArguments, arg
+from fused_grpo.trainer.monitor_args import MonitorArguments
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -30,7 +32,7 @@ SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 @dataclass
-class GRPOConfig(LossArguments, TrainingArguments):
+class GRPOConfig(LoopArguments, MonitorArguments, LossArguments, TrainingArguments):
     """Arguments of `GRPOTrainer`; every argument of `transformers.TrainingArguments` works too.
 
     One optimizer step takes per_device_train_batch_size * gradient_accumulation_steps * (number of
@@ -89,6 +91,13 @@ class GRPOConfig(LossArguments, TrainingArguments):
     mask_truncated_completions: bool = arg(
         False, "Leave completions that did not end within max_completion_length out of the loss."
     )
+    # nothing lost
+    max_nonfinite_steps: int = arg(
+        10, "Stop after so many steps in a row whose loss or gradient was not finite."
+    )
+    max_failed_saves: int = arg(
+        3, "Stop after so many checkpoints in a row that could not be written."
+    )
     # rewards and advantages
     reward_weights: list[float] | None = arg(None, "One per reward function; default: all 1.")
     scale_rewards: str = arg(
@@ -119,9 +128,12 @@ class GRPOConfig(LossArguments, TrainingArguments):
         if isinstance(self.rejection, str):  # the parent would parse it too late
             self.rejection = _json("rejection", self.rejection)
         self.check_loss()
+        self.check_loop()
         super().__post_init__()
         self._check_generation_kwargs()
         self._check_batch()
+        self.adaptive_kl()
+        self.check_monitor()
 
     @property
     def sampler_support(self) -> dict[str, Any]:
@@ -186,6 +198,8 @@ class GRPOConfig(LossArguments, TrainingArguments):
             ("num_generations", 2),
             ("max_completion_length", 1),
             ("num_iterations", 1),
+            ("max_nonfinite_steps", 1),
+            ("max_failed_saves", 1),
             ("top_k", 0),
         ):
             value = getattr(self, name)

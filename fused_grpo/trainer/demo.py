@@ -87,6 +87,8 @@ def lora(rank: int) -> Any:
 def task_options(task: Task, tokenizer: Any) -> dict[str, Any]:
     """The sampling options of a `GRPOConfig` that a task asks for."""
     options: dict[str, Any] = {"max_completion_length": completion_length(task, tokenizer)}
+    if task.fills:
+        options["run_warning_thresholds"] = {"truncation": None}
     if task.stop is not None:
         ids = tokenizer(task.stop, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
@@ -157,11 +159,10 @@ def run(
     _write(out / EVALUATION_FILE, before, after, result)
     plot = None
     if importlib.util.find_spec("matplotlib") is not None:
-        from fused_grpo.trainer.plot import plot_metrics
+        from fused_grpo.trainer.plot import draw, load
 
-        plot = out / "metrics.png"
         title = f"{task.name}: held-out {_mean(before):.2f} -> {_mean(after):.2f}"
-        plot_metrics(out / METRICS_FILE, plot, title)
+        plot = draw(load([out]), out / "metrics.png", title=title)
     seconds = time.perf_counter() - start
     return Summary(
         _mean(before),

@@ -26,6 +26,7 @@ from fused_grpo.trainer.passk import (
     pass_at_k,
     table,
 )
+from fused_grpo.trainer.rewards import score
 from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.tasks import Task
 
@@ -98,13 +99,14 @@ def draw(
         sample = sampler(model, [rows[i]["prompt"] for i in chosen], samples, greedy)
         ids = sample.completions()
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rewards = _rewards(task, [rows[i] for i in chosen for _ in range(samples)], texts, ids)
+        asked = [rows[i] for i in chosen for _ in range(samples)]
+        rewards = score([task.reward], asked, sample, tokenizer)[:, 0]
         sampled += sum(map(len, ids))
         tokens += sum(map(len, ids)) + int(sample.prompt_mask.sum())
-        failed += sum(reward is None for reward in rewards)
+        failed += int(rewards.isnan().sum())
         for place, i in enumerate(chosen):
             own = slice(place * samples, (place + 1) * samples)
-            correct[i] = [r is not None and r >= task.correct for r in rewards[own]]
+            correct[i] = (rewards[own] >= task.correct).tolist()  # NaN is not
             answers[i] = [task.answer_of(text) for text in texts[own]]
     return Samples(
         [correct[i] for i in range(len(rows))],
@@ -113,20 +115,6 @@ def draw(
         sampled / (len(rows) * samples),
         failed,
     )
-
-
-def _rewards(
-    task: Task, rows: list[dict[str, Any]], texts: list[str], ids: list[list[int]]
-) -> list[float | None]:
-    """The task's reward of each completion, None where it could not be verified."""
-    prompts = [row["prompt"] for row in rows]
-    completions: list[Any] = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    values = task.reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
-    return [None if value is None or value != value else float(value) for value in values]
 
 
 def describe(samples: Samples, ks: Sequence[int], level: float, seed: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 SERVER = Path(__file__).with_name("isolation_server.py")
 IMPORT_TIMEOUT = 300.0  # seconds for the verifier's module, which may import torch
+SHOWN = 1000  # characters of a sample in a warning
 GONE = (EOFError, OSError)  # what a connection raises once the other side is dead
 
 
@@ -122,7 +123,7 @@ class Isolated:
                 len(samples),
                 ", ".join(f"{n} {kind}" for kind, n in sorted(self.failures.items())),
                 kind,
-                samples[row],
+                str(samples[row])[:SHOWN],
                 text,
             )
         return results

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_grpo.trainer.reward_calls import RewardTimeoutError, call_all, call_once
 from fused_grpo.trainer.rollout import Sample
 
-RewardFunc = Callable[..., Sequence[float | None]]
+logger = logging.getLogger(__name__)
+
+# a function or a coroutine function
+RewardFunc = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 
 
 class RewardError(RuntimeError):
@@ -31,42 +36,67 @@ def compute_rewards(
     completions: list[Any],
     completion_ids: list[list[int]],
     columns: dict[str, list[Any]],
+    timeout: float | None = None,
+    errors: str = "raise",
+    failed: dict[str, int] | None = None,
 ) -> Tensor:
     """[B, F] fp32 rewards, NaN where a function returned None or NaN.
 
     Each function is called once, as
     `f(prompts=..., completions=..., completion_ids=..., **columns)` with lists of length B, and
-    returns B numbers or None.
+    returns B numbers or None. Coroutine functions run at the same time.
+
+    Args:
+        timeout: seconds for each call.
+        errors: what becomes of a function that raises or runs out of time: "raise", or "none", NaN
+            for the batch. A function that returns something else than rewards always raises.
+        failed: gets the number of completions that each function has left without a reward by
+            failing, by its name, where that may happen.
 
     Raises:
         RewardError: naming the function, the prompt and the completion.
     """
     rewards = torch.full((len(prompts), len(funcs)), math.nan)
-    for i, func in enumerate(funcs):
-        batch = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **columns,
-        }
-        try:
-            values = func(**batch)
-        except Exception as error:
-            row = _failing_row(func, batch)
-            raise RewardError(
-                f"reward function {reward_name(func)!r} raised {type(error).__name__}: {error}; "
-                + _where(batch, row)
-            ) from error
-        rewards[:, i] = _checked(values, func, batch)
+    batch = {
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
+        **columns,
+    }
+    counts: dict[str, int] = {} if failed is None else failed
+    for i, (func, values) in enumerate(zip(funcs, call_all(funcs, batch, timeout), strict=True)):
+        name = reward_name(func)
+        if not isinstance(values, Exception):
+            rewards[:, i] = _checked(values, func, batch)
+            lost = sum(getattr(func, "failures", {}).values())  # of an isolated verifier
+        elif errors == "raise":
+            raise RewardError(_why(func, values, batch)) from values
+        else:
+            lost = len(prompts)
+            logger.warning("reward function %r: %s: %s", name, type(values).__name__, values)
+        if errors != "raise" or hasattr(func, "failures"):
+            counts[name] = counts.get(name, 0) + lost
+    if len(unscored := rewards.isnan().all(1).nonzero()):
+        logger.warning(
+            "no reward function has a reward for %d of %d completions, which teach nothing; %s",
+            len(unscored),
+            len(rewards),
+            _where(batch, int(unscored[0])),
+        )
     return rewards
 
 
 def score(
-    funcs: Sequence[RewardFunc], rows: list[dict[str, Any]], sample: Sample, tokenizer: Any
+    funcs: Sequence[RewardFunc],
+    rows: list[dict[str, Any]],
+    sample: Sample,
+    tokenizer: Any,
+    **options: Any,
 ) -> Tensor:
     """[B, F] rewards of the completions of dataset rows, on their device; NaN where there is none.
 
-    The completion of a conversation is a message, [{"role": "assistant", "content": text}].
+    The completion of a conversation is a message, [{"role": "assistant", "content": text}]. For
+    `options` see `compute_rewards`.
     """
     ids = sample.completions()
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -76,7 +106,7 @@ def score(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
-    rewards = compute_rewards(funcs, prompts, completions, ids, columns)
+    rewards = compute_rewards(funcs, prompts, completions, ids, columns, **options)
     return rewards.to(sample.completion_ids.device)
 
 
@@ -111,12 +141,29 @@ def _checked(values: Any, func: RewardFunc, batch: dict[str, list[Any]]) -> Tens
     return out
 
 
+def soft_overlong(lengths: Tensor, longest: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """[B] the punishment for lengths [B] near the limit (DAPO, arXiv 2503.14476, equation 13).
+
+    0 up to `longest - buffer` tokens, then falling evenly to -factor at `longest`.
+    """
+    return factor * ((longest - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def _why(func: RewardFunc, error: Exception, batch: dict[str, list[Any]]) -> str:
+    # one that takes too long is not tried again, row by row
+    row = 0 if isinstance(error, RewardTimeoutError) else _failing_row(func, batch)
+    return (
+        f"reward function {reward_name(func)!r} raised {type(error).__name__}: {error}; "
+        + _where(batch, row)
+    )
+
+
 def _failing_row(func: RewardFunc, batch: dict[str, list[Any]]) -> int:
     """The first row on which `func` fails alone; 0 if it only fails on the whole."""
     # the run is over in any case, and a message with the wrong prompt helps nobody
     for row in range(len(batch["prompts"])):
         try:
-            func(**{name: [column[row]] for name, column in batch.items()})
+            call_once(func, {name: [column[row]] for name, column in batch.items()})
         except Exception:
             return row
     return 0

@@ -51,6 +51,7 @@ class Task:
         stop: a text of one token that ends a completion, as the end-of-sequence token does.
         answer_of: the answer in a completion's text, None without one; what majorities vote on.
         correct: a reward of at least this is a right answer, which pass@k counts.
+        fills: completions are meant to be as long as they may.
         dropped: rows left out because another part, or an earlier row, has the same question.
     """
 
@@ -62,6 +63,7 @@ class Task:
     stop: str | None
     answer_of: Callable[[str], str | None] = first_line
     correct: float = 1.0
+    fills: bool = False
     dropped: int = 0
 
     def __str__(self) -> str:
@@ -139,6 +141,7 @@ def digits() -> Task:
         max_completion_length=8,
         stop=None,
         answer_of=whole,
+        fills=True,
     )
 
 

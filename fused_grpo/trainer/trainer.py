@@ -7,42 +7,40 @@ model's forward. Everything else (optimizer, schedule, checkpoints, logging) is 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, ProgressCallback, Trainer
+from transformers import AutoTokenizer
 
 from fused_grpo.advantages import weighted_sum
-from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer import setup
-from fused_grpo.trainer.batches import MicroBatch, loss_of
+from fused_grpo.trainer import identity, setup
+from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
 from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.controls import Controls
+from fused_grpo.trainer.durable import DurableTrainer
 from fused_grpo.trainer.metrics import (
     MetricLog,
-    MetricsFile,
-    RewardBar,
     completion_metrics,
+    peak_memory,
     reward_metrics,
 )
-from fused_grpo.trainer.policy import Policy
-from fused_grpo.trainer.rewards import RewardFunc, score
+from fused_grpo.trainer.monitor import Monitor
+from fused_grpo.trainer.policy import Policy, SyncReference
+from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
 from fused_grpo.trainer.rollout import Sampler
 from fused_grpo.trainer.sampler import GroupSampler
 
-ENTROPY_FILE = "adaptive_entropy.json"  # in a checkpoint
 
-
-class GRPOTrainer(Trainer):
+class GRPOTrainer(DurableTrainer):
     """Trains a causal language model on rewards of its own completions.
 
         GRPOTrainer(
@@ -56,9 +54,9 @@ class GRPOTrainer(Trainer):
         model: a transformers causal LM, one wrapped in PEFT, or the name or path of one.
         reward_funcs: one or several of
             `f(prompts=..., completions=..., completion_ids=..., **columns)`, each returning a
-            number or None per completion; columns are those of the dataset, as lists. Completions
-            are texts, or [{"role": "assistant", "content": text}] for prompts that are
-            conversations.
+            number or None per completion, or coroutines that do; columns are those of the dataset,
+            as lists. Completions are texts, or [{"role": "assistant", "content": text}] for prompts
+            that are conversations.
         args: a `GRPOConfig`.
         train_dataset: rows with a "prompt", a text or a list of messages: a list of dicts, a
             `datasets.Dataset` or anything else with a length and rows by number.
@@ -108,21 +106,20 @@ class GRPOTrainer(Trainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=list,  # type: ignore[arg-type]
+            data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[MetricsFile(), *(callbacks or [])],
+            callbacks=callbacks,
             optimizers=optimizers,
         )
         setup.check_distribution(self)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(RewardBar)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
-        self.policy = Policy(self.model, copy_reference=args.beta > 0)
-        self.entropy_control = args.adaptive_entropy()
-        self._entropy = torch.zeros(2, dtype=torch.float64)  # sum over counted tokens, their number
+        self.policy = Policy(self.model, args.beta > 0, synced=args.sync_ref_model)
+        if args.sync_ref_model:
+            self.add_callback(SyncReference(self.policy))
+        self.controls = Controls(args, self.accelerator)
         self._metrics = MetricLog()
         self.collector = Collector(
             args,
@@ -133,6 +130,9 @@ class GRPOTrainer(Trainer):
             self.processing_class,
             self._metrics,
         )
+        fixed = setup.is_peft(self.model) or self.policy.reference is not None
+        self._model_identity = identity.model_identity(self.model, needs_base=fixed)
+        self.monitor = Monitor(self)
         self._restart()
         if args.world_size > 1:
             set_seed(args.seed, device_specific=True)  # or all processes would sample the same
@@ -144,7 +144,10 @@ class GRPOTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See `transformers.Trainer.train`."""
         self._restart()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.monitor.close()
 
     # ---- the Trainer's hooks --------------------------------------------------------------------
 
@@ -154,6 +157,7 @@ class GRPOTrainer(Trainer):
             raise ValueError("training needs train_dataset")
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
+        self.collector.dataset = self.train_dataset
         batches = GroupSampler(
             len(self.train_dataset),
             num_generations=args.num_generations,
@@ -179,15 +183,16 @@ class GRPOTrainer(Trainer):
         args, start = self.args, time.perf_counter()
         if self._micro_step is None:
             self._micro_step = self.state.global_step * args.gradient_accumulation_steps
-        begins = self._micro_step % (args.generation_steps * args.num_iterations) == 0
-        if begins or self._generation is None:  # a run resumed inside one samples it again
+        number, place = divmod(self._micro_step, args.generation_steps * args.num_iterations)
+        if place == 0 or self._generation is None:
+            self.collector.number = number
             self._generation = self.collector(inputs)
             self.state.num_input_tokens_seen += self._generation.tokens
         batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
         loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
         if self._micro_step % args.gradient_accumulation_steps == 0:
-            self._adapt_entropy()
+            self.controls.step()
         elapsed = time.perf_counter() - start
         self._metrics.add({"step_time": elapsed * args.gradient_accumulation_steps})
         return loss
@@ -201,50 +206,65 @@ class GRPOTrainer(Trainer):
     ) -> Any:
         """The share of a `MicroBatch` in the loss of its optimizer step."""
         batch: MicroBatch = inputs
-        control = self.entropy_control
-        coef = None if control is None else control.current
-        head_fn = loss_of(batch, self.args, coef, self.state.global_step)
+        coefficients = self.controls.coefficients
+        head_fn = loss_of(batch, self.args, self.state.global_step, **coefficients)
         out: GRPOLossOutput = model(**batch.model_inputs(self.model), head_fn=head_fn)
         if batch.old_logps is None and self.args.num_iterations > 1:
             # the policy that sampled is that of this first pass: its log-probs are the old ones
             batch.old_logps = out.per_token_logps
-        metrics = dict(out.metrics)
+        self.watch.add(batch, out.per_token_logps)
+        metrics: dict[str, Any] = dict(out.metrics)
         tokens = metrics.pop("num_tokens")
-        if control is not None:
-            metrics["entropy_coef"] = torch.tensor(control.current)
-            self._entropy += torch.stack([metrics["entropy"] * tokens, tokens]).double().cpu()
+        self.controls.observe(metrics, tokens)
+        metrics.update(coefficients)
         self._metrics.add(metrics, weight=tokens)
         return (out.loss, out) if return_outputs else out.loss
 
-    def _adapt_entropy(self) -> None:
-        """Gives the controller the mean entropy of the step, over all processes."""
-        if self.entropy_control is None:
-            return
-        total, tokens = self.accelerator.reduce(self._entropy.to(self.args.device)).tolist()
-        self.entropy_control.update(total / max(tokens, 1.0))
-        self._entropy.zero_()
+    # ---- what a checkpoint holds beside the Trainer's own ---------------------------------------
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.entropy_control is not None and self.args.should_save:
-            path = Path(output_dir) / ENTROPY_FILE
-            path.write_text(json.dumps(self.entropy_control.state()))
+    def run_about(self) -> dict[str, Any]:
+        """What makes this run the one it is; see `identity`."""
+        rewards = [reward_name(func) for func in self.reward_funcs]
+        return identity.describe(self._model_identity, self.train_dataset, self.args, rewards)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.entropy_control is None:
-            return
-        path = Path(checkpoint) / ENTROPY_FILE
-        if path.exists():
-            self.entropy_control = AdaptiveEntropy(**json.loads(path.read_text()))
+    def shared_state(self) -> dict[str, Any]:
+        """What moves with the steps and is the same on all processes."""
+        return {"controls": self.controls.state_dict(), "policy": self.policy.state_dict()}
+
+    def load_shared_state(self, state: dict[str, Any]) -> None:
+        """Takes what `shared_state` gave."""
+        self.controls.load_state_dict(state["controls"])
+        self.policy.load_state_dict(state["policy"])
+
+    def process_state(self) -> dict[str, Any]:
+        """The metrics since the last log and, inside a generation, the samples of it."""
+        args, generation = self.args, self._generation
+        inside = (self._micro_step or 0) % (args.generation_steps * args.num_iterations) != 0
+        if generation is None or not inside:
+            return {"metrics": self._metrics.pending(), "generation": None}
+        # the reference's states are as large as the samples are small: they are computed again
+        batches = [replace(batch, reference=None) for batch in generation.batches]
+        return {
+            "metrics": self._metrics.pending(),
+            "generation": replace(generation, batches=batches),
+        }
+
+    def load_process_state(self, state: dict[str, Any], same_shape: bool) -> None:
+        """Takes what `process_state` gave, and the generation if its rows are still the same."""
+        self._metrics.restore(state["metrics"])
+        self._generation = state["generation"] if same_shape else None
+        if self._generation is not None and self.args.needs_reference_states:
+            for batch in self._generation.batches:
+                batch.reference = self.policy.at_reference(batch, states_of(batch))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names, to those of the Trainer."""
         if "loss" in logs:
-            own = self._metrics.drain()
-            if self.args.world_size > 1:
-                own = MetricLog.merge(gather_object([own]))
+            self._metrics.add(peak_memory())
+            own = self._metrics.drain(gather_object if self.args.world_size > 1 else None)
+            own |= self.monitor.throughput(self.state, own.get("step_time", 0.0))
             logs.update(own, num_tokens=float(self.state.num_input_tokens_seen))
+            logs["skipped_steps"] = float(self.watch.skipped)
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -281,7 +301,8 @@ class GRPOTrainer(Trainer):
             "runtime": torch.tensor(time.perf_counter() - start),
         }
         out = {f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()}
-        self.log(dict(out))
+        with self.owned():
+            self.log(dict(out))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, out)
         return out
 
@@ -296,7 +317,9 @@ class GRPOTrainer(Trainer):
         results: list[tuple[list[float], int, bool]] = []
         for batch in batches:
             sample = self.sampler(self.model, [row["prompt"] for row in batch], greedy=True)
-            rewards = score(self.reward_funcs, batch, sample, self.processing_class).tolist()
+            calls = args.reward_calls
+            scored = score(self.reward_funcs, batch, sample, self.processing_class, **calls)
+            rewards = scored.tolist()
             lengths = sample.completion_mask.sum(1).tolist()
             results += zip(rewards, lengths, sample.ended.tolist(), strict=True)
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
