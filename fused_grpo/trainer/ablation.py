@@ -132,7 +132,9 @@ def _run(name: str, seed: int, words: list[str], path: Path) -> dict[str, Any]:
         print(f"{name}, seed {seed}: finished before", flush=True)
         return known
     print(f"{name}, seed {seed}", flush=True)
-    options, rest = cli.build_parser().parse_known_args(["train", *own, "--output-dir", str(path)])
+    options, rest = cli.build_parser().parse_known_args(
+        ["train", *own, "--resume", "--output-dir", str(path)]
+    )
     task = cli_tasks.task_of(options)
     control = None if variant.control is None else variant.control(task)
     done = cli.train_run(options, rest, control)
