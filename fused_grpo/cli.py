@@ -241,8 +241,9 @@ def main(argv: list[str] | None = None) -> int:
         from fused_grpo.trainer.models import MissingExtraError
         from fused_grpo.trainer.nonfinite import NonFiniteError
         from fused_grpo.trainer.rewards import RewardError
+        from fused_grpo.trainer.sample import RolloutError
 
-        own = (MissingExtraError, RewardError, NonFiniteError)
+        own = (MissingExtraError, RewardError, RolloutError, NonFiniteError)
         if isinstance(error, (ValueError, TypeError, OSError, *own)):
             print(f"fused-grpo: {error}", file=sys.stderr)
             return 2

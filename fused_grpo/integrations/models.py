@@ -108,6 +108,11 @@ def causal_lm(model: nn.Module) -> Any:
             return inner
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a forward of the model is a collective, which all ranks must come to (FSDP2)."""
+    return hasattr(model, "set_reshard_after_forward")
+
+
 def head_of(model: nn.Module) -> LanguageModelHead:
     """The head of a causal language model; see `LanguageModelHead`.
 
@@ -180,25 +185,40 @@ def add_head_forward(model: nn.Module) -> None:
         )
 
     @functools.wraps(original)  # generate() reads the signature
-    def forward(self: nn.Module, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, head_fn: HeadFn | None = None, **kwargs: Any) -> Any:
         if head_fn is None:
             return original(self, *args, **kwargs)
-        head = head_of(self)
+        backbone: Any = head_of(self).backbone
         kwargs.setdefault("use_cache", False)
         routed = kwargs.get("output_router_logits")
         if routed is None:
             routed = getattr(self.config, "output_router_logits", False)
         if routed:
             kwargs["output_router_logits"] = True
-        outputs = head.backbone(*args, **kwargs)
+        outputs = backbone(*args, **kwargs)
+        aux_loss = None
         if routed:
             aux_loss = auxiliary_loss(self, outputs.router_logits, kwargs.get("attention_mask"))
-            head = replace(head, aux_loss=aux_loss)
-        return head_fn(outputs[0], head)
+
+        def at_head(hidden: Tensor) -> Any:  # read here, where FSDP has made the weight whole
+            return head_fn(hidden, replace(head_of(self), aux_loss=aux_loss))
+
+        return _with_hooks_of(self.get_output_embeddings(), at_head, outputs[0])
 
     forward.takes_head_fn = True  # type: ignore[attr-defined]
     # a bound method rather than a closure, so that a deep copy of the model runs its own backbone
     model.forward = MethodType(forward, model)
+
+
+def _with_hooks_of(head: Any, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    """`function(hidden)`, as the forward of a head with FSDP's hooks, which gather its weight."""
+    if not is_sharded(head):
+        return function(hidden)
+    head.forward = function
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
 
 
 @torch.no_grad()

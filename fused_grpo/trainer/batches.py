@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fused_grpo.integrations.models import LanguageModelHead, causal_lm
 from fused_grpo.linear_support import linear_support
 from fused_grpo.loss import GRPOLossOutput, grpo_loss, linear_logprobs
 from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.packing import Packing, packed_inputs
 from fused_grpo.trainer.rollout import Sample, positions
 
 IGNORE_INDEX = -100
@@ -34,6 +35,9 @@ class MicroBatch:
         sampling_logps: [B, T] as the sampler computed them, or None.
         reference: hidden states [B, T, H] and head of the reference, where the loss needs them.
         support_ids: [B, T, K] what the sampler kept, where the policy has moved since.
+        routed_experts: [B, P + T - 1, layers, K] what the policy's forwards go through, or None.
+        packed: the model and the loss are given the tokens alone, in one row. The tensors above
+            stay padded but for the hidden states, [1, n, H] of the n counted tokens.
     """
 
     input_ids: Tensor
@@ -50,19 +54,58 @@ class MicroBatch:
     sampling_logps: Tensor | None = None
     reference: tuple[Tensor, LanguageModelHead] | None = None
     support_ids: Tensor | None = None
+    routed_experts: Tensor | None = None
+    packed: bool = False
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def packing(self) -> Packing | None:
+        """Between rows and what the loss is given, if that is something else."""
+        if not self.packed:
+            return None
+        return Packing.of(self.attention_mask, self.completion_mask)
+
     def predicting(self, hidden: Tensor) -> Tensor:
-        """[B, T, H] of [B, P + T - 1, H]: the states that predict the completion's tokens."""
+        """[B, T, H] of [B, P + T - 1, H]: the states that predict the completion's tokens.
+
+        Packed: [1, n, H] of [1, N, H], those of the counted tokens.
+        """
+        if (packing := self.packing) is not None:
+            return packing.states(hidden)
         return hidden[:, -self.completion_ids.shape[1] :]
+
+    def for_loss(self, values: Any) -> Any:
+        """What a loss is given of [B, T, ...]: the same, or packed [1, n, ...]; None stays None."""
+        packing = self.packing
+        return values if packing is None or values is None else packing.flat(values)
+
+    def in_rows(self, values: Any, fill: float = 0) -> Any:
+        """[B, T, ...] of what a loss returns; packed, with `fill` where a token does not count."""
+        packing = self.packing
+        return values if packing is None or values is None else packing.rows(values, fill)
 
     def support(self, args: GRPOConfig) -> dict[str, Any]:
         """The sampler's support: its ids, or the rules, while the policy is still the sampler."""
         if self.support_ids is not None:
-            return {"support_ids": self.support_ids}
+            return {"support_ids": self.for_loss(self.support_ids)}
         return {f"support_{name}": value for name, value in args.sampler_support.items()}
+
+    @property
+    def experts(self) -> Tensor | None:
+        """`routed_experts` laid out as what the model is given, [1, N, layers, K] where packed."""
+        if self.routed_experts is None or not self.packed:
+            return self.routed_experts
+        return self.routed_experts[self.attention_mask][None]
+
+    def keep_experts(self, chosen: Tensor) -> None:
+        """Takes what is laid out as `experts` is."""
+        self.routed_experts = chosen
+        if self.packed:
+            rows = chosen.new_zeros(*self.attention_mask.shape, *chosen.shape[2:])
+            rows[self.attention_mask] = chosen[0]
+            self.routed_experts = rows
 
     def reference_head(self) -> dict[str, Any]:
         if self.reference is None:
@@ -73,6 +116,8 @@ class MicroBatch:
 
     def model_inputs(self, model: nn.Module) -> dict[str, Tensor]:
         """Keywords for the model's forward; positions count from the first token of the prompt."""
+        if self.packed:
+            return packed_inputs(self.input_ids, self.attention_mask, model)
         inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask.long()}
         backbone: Any = causal_lm(model).base_model
         if "position_ids" in inspect.signature(backbone.forward).parameters:
@@ -80,10 +125,14 @@ class MicroBatch:
         return inputs
 
 
-def split(sample: Sample, counted: Tensor, advantages: Tensor, size: int) -> list[MicroBatch]:
+def split(
+    sample: Sample, counted: Tensor, advantages: Tensor, size: int, packed: bool = False
+) -> list[MicroBatch]:
     """Micro-batches of `size` rows. `counted` [B, T] is true where a token counts in the loss."""
     return [
-        _micro_batch(sample, counted, advantages, slice(start, start + size))
+        replace(
+            _micro_batch(sample, counted, advantages, slice(start, start + size)), packed=packed
+        )
         for start in range(0, len(advantages), size)
     ]
 
@@ -104,6 +153,11 @@ def _micro_batch(sample: Sample, counted: Tensor, advantages: Tensor, rows: slic
         sampling_logps=None
         if sample.sampling_logps is None
         else sample.sampling_logps[rows, :length],
+        routed_experts=None
+        if sample.routed_experts is None
+        else sample.routed_experts[rows, sample.prompt_ids.shape[1] - width :][
+            :, : width + length - 1
+        ],
     )
 
 
@@ -139,20 +193,26 @@ def loss_of(
         out = grpo_loss(
             states,
             head.weight,
-            batch.completion_ids,
+            batch.for_loss(batch.completion_ids),
             batch.advantages,
-            completion_mask=batch.completion_mask,
-            old_per_token_logps=batch.old_logps if spec.uses_old else None,
-            ref_per_token_logps=batch.ref_logps,
-            sampling_per_token_logps=batch.sampling_logps if spec.needs_sampler else None,
+            completion_mask=batch.for_loss(batch.completion_mask),
+            old_per_token_logps=batch.for_loss(batch.old_logps if spec.uses_old else None),
+            ref_per_token_logps=batch.for_loss(batch.ref_logps),
+            sampling_per_token_logps=batch.for_loss(
+                batch.sampling_logps if spec.needs_sampler else None
+            ),
+            cu_seqlens=None if batch.packing is None else batch.packing.cu_seqlens,
             entropy=True,
             temperature=args.temperature,
             **batch.reference_head(),
             **batch.support(args),
             **head.arguments(states),
+            **args.head_options,
             **options,
             **sums,
         )
+        for name in ("per_token_loss", "per_token_logps", "entropy"):
+            setattr(out, name, batch.in_rows(getattr(out, name)))
         if not (isinstance(share, float) and share == 1):
             out.loss = out.loss * share
         if head.aux_loss is not None:  # of the micro-batch, whatever the reduction of the loss
@@ -187,15 +247,17 @@ def logps_of(batch: MicroBatch, args: GRPOConfig) -> Callable[[Tensor, LanguageM
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
         states = batch.predicting(hidden)
-        return linear_logprobs(
+        logps = linear_logprobs(
             states,
             head.weight,
-            targets,
+            batch.for_loss(targets),
             temperature=args.temperature,
             ignore_index=IGNORE_INDEX,
             **batch.support(args),
             **head.arguments(states),
+            **args.head_options,
         ).logps
+        return batch.in_rows(logps)
 
     return head_fn
 
@@ -207,14 +269,16 @@ def support_of(
 
     def head_fn(hidden: Tensor, head: LanguageModelHead) -> Tensor:
         states = batch.predicting(hidden)
-        return linear_support(
+        ids = linear_support(
             states,
             head.weight,
-            mask=batch.completion_mask,
+            mask=batch.for_loss(batch.completion_mask),
             temperature=args.temperature,
             **args.sampler_support,
             **head.arguments(states),
+            **args.head_options,
         )
+        return batch.in_rows(ids, fill=-1)
 
     return head_fn
 

@@ -25,7 +25,7 @@ from fused_grpo.trainer.dynamic import (
 from fused_grpo.trainer.metrics import MetricLog, completion_metrics, reward_metrics
 from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score, soft_overlong
-from fused_grpo.trainer.rollout import Sample, Sampler
+from fused_grpo.trainer.rollout import Rollout, Sample, check_sample
 
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -61,7 +61,7 @@ class Collector:
         args: GRPOConfig,
         accelerator: Accelerator,
         policy: Policy,
-        sampler: Sampler,
+        sampler: Rollout,
         reward_funcs: Sequence[RewardFunc],
         tokenizer: Any,
         metrics: MetricLog,
@@ -105,7 +105,7 @@ class Collector:
         if args.mask_truncated_completions:
             counted = counted & sample.ended[:, None]
         size, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        batches = split(sample, counted, advantages, size)
+        batches = split(sample, counted, advantages, size, args.padding_free)
         for start in range(0, len(batches), steps):
             rows_trained = trained[start * size : (start + steps) * size].sum()
             self._prepare(batches[start : start + steps], rows_trained)
@@ -116,6 +116,7 @@ class Collector:
         args, gather = self.args, self.accelerator.gather
         prompts, copies = grouped([row["prompt"] for row in rows])
         sample = self.sampler(self.policy.model, prompts, copies)
+        check_sample(sample, args)
         rewards = self._score(rows, sample)
         greedy = None
         if args.advantage_estimator == "remax":
@@ -139,6 +140,8 @@ class Collector:
             if args.sampler_support and args.reuses_samples:
                 batch.support_ids = self.policy.at_head(batch, support_of(batch, args))
             # the policy moves before this batch is used, or something compares with it
+            if args.router_replay == "R2":
+                self.policy.record_experts(batch)
             if args.generation_steps > args.gradient_accumulation_steps or args.needs_old:
                 batch.old_logps = self.policy.at_head(batch, logps_of(batch, args))
             if args.needs_reference_states:

@@ -18,6 +18,7 @@ from fused_grpo.kl import HEAD_KL
 from fused_grpo.trainer.loop_args import LoopArguments
 from fused_grpo.trainer.loss_args import LossArguments, arg
 from fused_grpo.trainer.monitor_args import MonitorArguments
+from fused_grpo.trainer.rollout_args import RolloutArguments
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -32,7 +33,9 @@ SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 @dataclass
-class GRPOConfig(LoopArguments, MonitorArguments, LossArguments, TrainingArguments):
+class GRPOConfig(
+    RolloutArguments, LoopArguments, MonitorArguments, LossArguments, TrainingArguments
+):
     """Arguments of `GRPOTrainer`; every argument of `transformers.TrainingArguments` works too.
 
     One optimizer step takes per_device_train_batch_size * gradient_accumulation_steps * (number of
@@ -49,6 +52,7 @@ class GRPOConfig(LoopArguments, MonitorArguments, LossArguments, TrainingArgumen
         "model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
+        "transformers_continuous_batching_config",
         "rejection",
     ]
 
@@ -88,6 +92,9 @@ class GRPOConfig(LoopArguments, MonitorArguments, LossArguments, TrainingArgumen
         "Micro-batches sampled at once, a multiple of gradient_accumulation_steps (the default).",
     )
     num_iterations: int = arg(1, "Passes over each generation.")
+    padding_free: bool = arg(
+        False, "Give the model a micro-batch as one row of tokens without padding."
+    )
     mask_truncated_completions: bool = arg(
         False, "Leave completions that did not end within max_completion_length out of the loss."
     )
@@ -128,6 +135,7 @@ class GRPOConfig(LoopArguments, MonitorArguments, LossArguments, TrainingArgumen
         if isinstance(self.rejection, str):  # the parent would parse it too late
             self.rejection = _json("rejection", self.rejection)
         self.check_loss()
+        self.check_rollout()
         self.check_loop()
         super().__post_init__()
         self._check_generation_kwargs()

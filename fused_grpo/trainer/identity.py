@@ -44,6 +44,7 @@ SILENT = (
     *("output_dir", "logging", "log_", "save", "load_best", "report", "run_name", "resume"),
     *("disable_tqdm", "hub", "push", "eval", "per_device_eval", "do_", "metric_for", "greater"),
     *("project", "trackio", "include", "dataloader", "skip_memory", "debug", "torch_empty"),
+    *("server_", "vllm_server", "sglang_server", "weight_sync_dir"),
     *("ddp", "use_cpu", "model_init_kwargs", "max_failed", "max_nonfinite"),
 )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fused_grpo.aggregation import Scheme, scheme_named
+from fused_grpo.checks import check_number
 from fused_grpo.entropy import AdaptiveEntropy
 from fused_grpo.objectives import LossSpec
 from fused_grpo.objectives.registry import loss_type_row
@@ -88,6 +89,9 @@ class LossArguments:
     backward: str = arg("exact", "Gradients: 'exact', or 'routed' (docs/routed-backward.md).")
     route_tau: float | None = arg(None, "Likelier entries are always kept (2^-12); 0 is exact.")
     route_weight_grad: str = arg("routed", "The head's own gradient: 'routed' or 'exact'.")
+    chunk_bytes: int | None = arg(
+        None, "Memory of the loss beside its gradients (100 MiB; 2 GiB on a GPU with triton)."
+    )
 
     def route_options(self, step: int) -> dict[str, Any]:
         """Of `grpo_loss`, in an optimizer step: the noise follows from the seed and the step."""
@@ -102,6 +106,11 @@ class LossArguments:
             "route_tau": self.route_tau,
             "route_weight_grad": self.route_weight_grad,
         }
+
+    @property
+    def head_options(self) -> dict[str, Any]:
+        """Of everything that passes over the head."""
+        return {} if self.chunk_bytes is None else {"chunk_bytes": self.chunk_bytes}
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -149,6 +158,8 @@ class LossArguments:
         spec = self.loss_spec
         self.adaptive_entropy()
         check_route_options(self._routing)
+        if self.chunk_bytes is not None:
+            check_number("chunk_bytes", self.chunk_bytes, lambda b: b >= 1, ">= 1, or None")
         if self.backward == "routed" and (spec.head_kl or self.sampler_support):  # type: ignore[attr-defined]
             option = f"kl_estimator={spec.kl_estimator!r}" if spec.head_kl else "keep_sampling_mask"
             raise ValueError(f"backward='routed' does not know {option}: use 'exact'")

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
 
+from fused_grpo.integrations.models import is_sharded
+from fused_grpo.integrations.routing import recording, replaying
 from fused_grpo.trainer import setup
 from fused_grpo.trainer.batches import MicroBatch
+from fused_grpo.trainer.sharding import shard
 
 
 class Policy:
@@ -34,6 +37,11 @@ class Policy:
         self.model, self.synced = model, synced
         needs_copy = copy_reference and not setup.is_peft(model)
         self.reference: Any = setup.frozen_copy(model) if needs_copy else None
+
+    def shard_reference(self, accelerator: Any) -> None:
+        """Shards the copy as accelerate has sharded the model (FSDP2)."""
+        if self.reference is not None and is_sharded(self.model):
+            self.reference = shard(self.reference, accelerator)
 
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> None:
@@ -60,10 +68,17 @@ class Policy:
 
     def at_head(self, batch: MicroBatch, head_fn: Any) -> Any:
         """What `head_fn` makes of the hidden states of a micro-batch and the head."""
-        return _at_head(self.model, batch, head_fn)
+        with replaying(self.model, batch.experts):
+            return _at_head(self.model, batch, head_fn)
+
+    def record_experts(self, batch: MicroBatch) -> None:
+        """Keep the experts that the policy uses now, for all its later forwards of the batch."""
+        with recording(self.model) as tape:
+            _at_head(self.model, batch, lambda hidden, head: None)
+        batch.keep_experts(tape.experts(1 if batch.packed else len(batch)))
 
     def at_reference(self, batch: MicroBatch, head_fn: Any) -> Any:
-        """The same of the reference."""
+        """The same of the reference, through experts of its own."""
         if self.reference is not None:
             return _at_head(self.reference, batch, head_fn)
         with self.model.disable_adapter():

@@ -1,11 +1,10 @@
-"""From prompts to completions: encoding, sampling with `generate`, and what of it counts."""
+"""Sampling in the process that trains, with transformers' `generate`."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,71 +14,68 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
-from fused_grpo.integrations.models import causal_lm
+from fused_grpo.integrations.models import causal_lm, is_sharded
+from fused_grpo.integrations.routing import recording
 from fused_grpo.trainer.config import GRPOConfig
+from fused_grpo.trainer.sample import (
+    Completion,
+    Prompt,
+    Rollout,
+    RolloutError,
+    Sample,
+    completion_mask,
+    encode_prompts,
+    left_pad,
+    positions,
+    sample_of,
+)
 
-Prompt = str | list[dict[str, Any]]
+__all__ = [
+    "Completion",
+    "LogprobRecorder",
+    "Prompt",
+    "Rollout",
+    "RolloutError",
+    "Sample",
+    "Sampler",
+    "TokenRollout",
+    "check_sample",
+    "completion_mask",
+    "encode_prompts",
+    "left_pad",
+    "positions",
+    "sample_of",
+]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Prompts on the left, completions on the right, B rows each.
+def check_sample(sample: Sample, args: GRPOConfig) -> None:
+    """ValueError where a rollout leaves out what the options are about."""
+    for wanted, value, what in (
+        (args.reads_sampler, sample.sampling_logps, "log-probabilities, which a correction reads"),
+        (args.router_replay == "R3", sample.routed_experts, "experts, which router_replay reads"),
+    ):
+        if wanted and value is None:
+            raise ValueError(f"the rollout reports no {what}")
+
+
+class TokenRollout:
+    """What every rollout has in common: prompts become token ids, tokens become a `Sample`.
+
+    Whoever samples from token ids defines `complete`.
 
     Attributes:
-        prompt_ids, prompt_mask: [B, P] integers and booleans, padded on the left.
-        completion_ids, completion_mask: [B, T], the mask true up to the first end of sequence, that
-            one included, and nowhere after it.
-        ended: [B] whether a row has an end of sequence.
-        sampling_logps: [B, T] log-probabilities as the sampler computed them, or None.
+        eos_ids: a completion ends with one of these.
+        extra: `generation_kwargs` that are not ours.
+        truncates: whether log-probabilities are over what top_k, top_p and min_p left; None: as the
+            loss takes them.
     """
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    ended: Tensor
-    sampling_logps: Tensor | None = None
-
-    def completions(self) -> list[list[int]]:
-        """The token ids that were sampled in each row, its end of sequence included."""
-        rows = zip(self.completion_ids.tolist(), self.completion_mask.sum(1).tolist(), strict=True)
-        return [ids[:length] for ids, length in rows]
-
-
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, template: Any) -> list[list[int]]:
-    """Token ids of texts, and of conversations through the chat template with a turn opened."""
-    encoded: list[list[int]] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"]
-        else:
-            text = tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True, **(template or {})
-            )
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise ValueError(f"the prompt {prompt!r} has no tokens: generation needs at least one")
-        encoded.append(ids)
-    return encoded
-
-
-def left_pad(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """([B, P] ids, [B, P] boolean mask). Only the mask says what is padding."""
-    width = max(map(len, rows))
-    ids = [[pad_id] * (width - len(row)) + row for row in rows]
-    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-
-def positions(mask: Tensor) -> Tensor:
-    """[B, L] position of each token among those of its row that are not padding."""
-    return (mask.long().cumsum(1) - 1).clamp_min(0)
-
-
-class Sampler:
-    """Completions of a model under the sampling options of a `GRPOConfig`."""
+    truncates: bool | None = True
 
     def __init__(self, model: nn.Module, tokenizer: Any, args: GRPOConfig) -> None:
         self.args, self.tokenizer = args, tokenizer
@@ -98,44 +94,29 @@ class Sampler:
         self.eos_ids = [int(e) for e in (eos if isinstance(eos, (list, tuple)) else [eos])]
         pad = tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad is None else int(pad)
+        self._check_logps()
 
-    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return encode_prompts(prompts, self.tokenizer, self.args.chat_template_kwargs)
+
     def __call__(
         self, model: nn.Module, prompts: Sequence[Prompt], copies: int = 1, greedy: bool = False
     ) -> Sample:
-        """Sample `copies` completions of each prompt, next to each other.
-
-        Leaves `model` in eval mode.
-
-        Args:
-            model: with a `generate` method.
-            prompts: texts or conversations.
-            greedy: take the likeliest token instead.
-        """
-        model.eval()
+        """See `Rollout`."""
+        ids = self.encode(prompts)
+        rows = self.complete(model, ids, copies, greedy)
+        repeated = [row for row in ids for _ in range(copies)]
         device = next(model.parameters()).device
-        rows = encode_prompts(prompts, self.tokenizer, self.args.chat_template_kwargs)
-        ids, mask = left_pad(rows, self.pad_id, device)
-        cache = _shared_prefix(model, ids, mask, copies) if copies > 1 else {}
-        ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
-        recorder = None
-        if self.args.reads_sampler and not greedy:
-            recorder = LogprobRecorder(self.args.temperature)
-            cache["logits_processor"] = LogitsProcessorList([recorder])
-        with _only_own_options(model):
-            out = model.generate(  # type: ignore[operator]
-                input_ids=ids,
-                attention_mask=mask.long(),
-                generation_config=self._generation_config(greedy),
-                **cache,
-                **_without_router(model),
-            )
-        completion_ids = out[:, ids.shape[1] :]
-        counted, ended = completion_mask(completion_ids, self.eos_ids)
-        logps = None if recorder is None else recorder.finish(out)
-        return Sample(ids, mask, completion_ids, counted, ended, logps)
+        return sample_of(repeated, rows, self.eos_ids, self.pad_id, device)
 
-    def _generation_config(self, greedy: bool) -> GenerationConfig:
+    def complete(
+        self, model: nn.Module, prompts: list[list[int]], copies: int, greedy: bool
+    ) -> list[Completion]:
+        """`copies` completions of each prompt, next to each other."""
+        raise NotImplementedError
+
+    def generation_config(self, greedy: bool) -> GenerationConfig:
+        """Of transformers, for those who sample with the policy itself."""
         args = self.args
         sampling: dict[str, Any] = {"do_sample": not greedy}
         if not greedy:
@@ -154,21 +135,106 @@ class Sampler:
             **self.extra,
         )
 
+    def sync(self, model: nn.Module) -> None:
+        """Nothing to do where the policy itself samples."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _check_logps(self) -> None:
+        args = self.args
+        if not args.reads_sampler or self.truncates is None:
+            return
+        rules = f"top_k={args.top_k}, top_p={args.top_p}, min_p={args.min_p}"
+        if self.truncates and args.truncates_sampling and not args.keep_sampling_mask:
+            raise ValueError(
+                f"{type(self).__name__} reports log-probabilities over the tokens that {rules} "
+                "leave, and the loss takes them over the whole vocabulary: set "
+                "keep_sampling_mask=True, or sample from all tokens"
+            )
+        if args.keep_sampling_mask and not self.truncates:
+            raise ValueError(
+                f"{type(self).__name__} reports log-probabilities over the whole vocabulary, and "
+                f"with keep_sampling_mask the loss takes them over what {rules} leave"
+            )
+        if args.repetition_penalty != 1 and self.truncates:
+            raise ValueError(
+                f"repetition_penalty={args.repetition_penalty} is in the log-probabilities of "
+                f"{type(self).__name__} and not in those of the loss"
+            )
+
+
+class Sampler(TokenRollout):
+    """Completions by transformers' `generate`, with the keys and values of each prompt shared."""
+
+    truncates = None  # as the loss takes them
+
+    @torch.no_grad()
+    def __call__(
+        self, model: nn.Module, prompts: Sequence[Prompt], copies: int = 1, greedy: bool = False
+    ) -> Sample:
+        """See `Rollout`. Leaves `model` in eval mode."""
+        model.eval()
+        device = next(model.parameters()).device
+        ids, mask = left_pad(self.encode(prompts), self.pad_id, device)
+        record = self.args.router_replay == "R3" and not greedy
+        with recording(model, record) as prefix:
+            cache = _shared_prefix(model, ids, mask, copies) if copies > 1 else {}
+        shared = None if prefix is None else prefix.experts(len(ids))
+        ids, mask = ids.repeat_interleave(copies, 0), mask.repeat_interleave(copies, 0)
+        recorder = None
+        if self.args.reads_sampler and not greedy:
+            recorder = LogprobRecorder(self.args.temperature, self.args.sampler_support)
+            cache["logits_processor"] = LogitsProcessorList([recorder])
+        extra: dict[str, Any] = {"synced_gpus": True} if is_sharded(model) else {}
+        with only_own_options(model), recording(model, record) as tape:
+            out = model.generate(  # type: ignore[operator]
+                input_ids=ids,
+                attention_mask=mask.long(),
+                generation_config=self.generation_config(greedy),
+                **cache,
+                **extra,
+                **_without_router(model),
+            )
+        completion_ids = out[:, ids.shape[1] :]
+        counted, ended = completion_mask(completion_ids, self.eos_ids)
+        logps = None if recorder is None else recorder.finish(out)
+        experts = None
+        if record:
+            experts = tape.experts(len(ids))
+            if shared is not None:
+                experts = torch.cat([shared.repeat_interleave(copies, 0), experts], 1)
+            experts = experts[:, : out.shape[1] - 1]  # a rank may make passes for others' sake
+        return Sample(ids, mask, completion_ids, counted, ended, logps, experts)
+
+
+# in the order in which `generate` applies them, which is that of GRPOConfig.sampler_support
+WARPERS: dict[str, Callable[[Any], LogitsProcessor]] = {
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+
 
 class LogprobRecorder(LogitsProcessor):
     """Log-probabilities of the tokens that `generate` samples, at its temperature.
 
-    Of the whole distribution, as the loss takes them: before top_p, top_k and min_p.
+    As the loss takes them: of the whole distribution, before top_p, top_k and min_p, or over what
+    these leave where `support` has them.
     """
 
-    def __init__(self, temperature: float) -> None:
+    def __init__(self, temperature: float, support: dict[str, Any] | None = None) -> None:
         self.temperature = temperature
+        self._warpers = [WARPERS[name](value) for name, value in (support or {}).items()]
         self._steps: list[Tensor] = []
         self._last: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
-        self._last = torch.log_softmax(scores.float() / self.temperature, -1)
+        tempered = scores.float() / self.temperature
+        for warper in self._warpers:
+            tempered = warper(input_ids, tempered)
+        self._last = torch.log_softmax(tempered, -1)
         return scores
 
     def finish(self, ids: Tensor) -> Tensor:
@@ -181,18 +247,8 @@ class LogprobRecorder(LogitsProcessor):
             self._steps.append(self._last.gather(1, ids[:, -1:]))
 
 
-def completion_mask(completion_ids: Tensor, eos_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """([B, T] true up to and including the first end of sequence, [B] whether there is one).
-
-    The padding after it is never looked at: its id is often that of the end of sequence itself.
-    """
-    is_eos = torch.isin(completion_ids, torch.tensor(eos_ids, device=completion_ids.device))
-    seen_before = is_eos.long().cumsum(1) - is_eos.long()
-    return seen_before == 0, is_eos.any(1)
-
-
 @contextmanager
-def _only_own_options(model: nn.Module) -> Iterator[None]:
+def only_own_options(model: nn.Module) -> Iterator[None]:
     """Keep `generate` from filling in what the checkpoint's authors sample with (top_k=20, ...)."""
     inner: Any = causal_lm(model)
     saved = inner.generation_config
@@ -217,6 +273,8 @@ def _shared_prefix(model: nn.Module, ids: Tensor, mask: Tensor, copies: int) -> 
     An empty dict where the model keeps another kind of state than keys and values: `generate` then
     reads every copy of the prompt, which gives the same result.
     """
+    if is_sharded(model):  # all ranks must make the same forward passes, whatever their prompts
+        return {}
     inner: Any = causal_lm(model)
     known = inspect.signature(inner.base_model.forward).parameters
     name = "cache" if "cache" in known else "past_key_values"

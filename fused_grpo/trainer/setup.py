@@ -98,17 +98,6 @@ def check_dataset(name: str, dataset: Any) -> None:
         )
 
 
-def check_distribution(trainer: Any) -> None:
-    """ValueError where sampling or the loss would run on something else than whole weights."""
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"{trainer.args.n_gpu} GPUs in one process: start one process each, with `accelerate "
-            "launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES"
-        )
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError("FSDP and DeepSpeed are not supported yet: use one device, or DDP")
-
-
 def model_name(model: nn.Module) -> str:
     """The name or path a model was loaded from, "" if it was built in memory."""
     return getattr(getattr(causal_lm(model), "config", None), "_name_or_path", "") or ""

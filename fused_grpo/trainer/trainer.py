@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
+from fused_grpo.integrations.routing import check_routing, replaying
 from fused_grpo.loss import GRPOLossOutput
 from fused_grpo.trainer import identity, setup
 from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
@@ -34,10 +35,18 @@ from fused_grpo.trainer.metrics import (
     reward_metrics,
 )
 from fused_grpo.trainer.monitor import Monitor
+from fused_grpo.trainer.packing import check_packing
 from fused_grpo.trainer.policy import Policy, SyncReference
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
-from fused_grpo.trainer.rollout import Sampler
+from fused_grpo.trainer.rollout import Rollout
+from fused_grpo.trainer.rollouts import make_rollout
 from fused_grpo.trainer.sampler import GroupSampler
+from fused_grpo.trainer.sharding import (
+    check_distribution,
+    check_weights,
+    has_weights,
+    use_fsdp_on_cpu,
+)
 
 
 class GRPOTrainer(DurableTrainer):
@@ -64,10 +73,12 @@ class GRPOTrainer(DurableTrainer):
         processing_class: the tokenizer; default: the one that belongs to the model's name.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: wraps the model in this adapter.
+        rollout: makes completions, in the place of what `args` ask for.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
         RewardError: from `train` and `evaluate`, when a reward function fails.
+        RolloutError: from the same, when a server or an engine that samples fails.
     """
 
     args: GRPOConfig
@@ -87,6 +98,7 @@ class GRPOTrainer(DurableTrainer):
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
+        rollout: Rollout | None = None,
     ) -> None:
         args = GRPOConfig("grpo_output") if args is None else args
         if not isinstance(args, GRPOConfig):
@@ -99,10 +111,13 @@ class GRPOTrainer(DurableTrainer):
         if processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(setup.model_name(model))
         add_head_forward(model)
-        verify_head(model)
+        if has_weights():
+            verify_head(model)
         if args.disable_dropout:
             setup.disable_dropout(model)
-        self.sampler = Sampler(model, processing_class, args)
+        if args.router_replay is not None and has_weights():
+            check_routing(model)
+        self.sampler = rollout or make_rollout(model, processing_class, args)
         super().__init__(
             model=model,
             args=args,
@@ -113,7 +128,9 @@ class GRPOTrainer(DurableTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        setup.check_distribution(self)
+        check_distribution(self)
+        if args.padding_free and has_weights():
+            check_packing(self.model)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.policy = Policy(self.model, args.beta > 0, synced=args.sync_ref_model)
@@ -151,6 +168,16 @@ class GRPOTrainer(DurableTrainer):
 
     # ---- the Trainer's hooks --------------------------------------------------------------------
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Sets `accelerator`; the Trainer's constructor calls it."""
+        super().create_accelerator_and_postprocess()
+        use_fsdp_on_cpu(self)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        self.policy.shard_reference(self.accelerator)
+        return prepared
+
     def get_train_dataloader(self) -> DataLoader:
         """Each item holds the rows of one generation of this process; see `GroupSampler`."""
         if self.train_dataset is None:
@@ -186,10 +213,12 @@ class GRPOTrainer(DurableTrainer):
         number, place = divmod(self._micro_step, args.generation_steps * args.num_iterations)
         if place == 0 or self._generation is None:
             self.collector.number = number
+            self.sampler.sync(self.model)
             self._generation = self.collector(inputs)
             self.state.num_input_tokens_seen += self._generation.tokens
         batch: Any = self._generation.batches[self._micro_step % args.generation_steps]
-        loss = super().training_step(model, batch, num_items_in_batch)
+        with replaying(self.model, batch.experts):  # activations are computed again inside
+            loss = super().training_step(model, batch, num_items_in_batch)
         self._micro_step += 1
         if self._micro_step % args.gradient_accumulation_steps == 0:
             self.controls.step()
@@ -308,15 +337,22 @@ class GRPOTrainer(DurableTrainer):
 
     def _greedy(self, dataset: Any) -> tuple[Tensor, Tensor, Tensor]:
         """([n, F] rewards, [n] lengths, [n] whether it ended) over the rows of all processes."""
+        check_weights(self.model)
         args = self.args
         rows = [dataset[i] for i in range(args.process_index, len(dataset), args.world_size)]
         rows.sort(key=lambda row: len(str(row["prompt"])))  # less padding
         size = args.eval_batch_size
-        batches: Any = [rows[i : i + size] for i in range(0, len(rows), size)]
+        # as many on every process: a sharded model's forward passes need all of them
+        most = -(-len(dataset) // args.world_size)
+        batches: Any = [rows[i : i + size] for i in range(0, most, size)]
         self.callback_handler.eval_dataloader = batches  # the progress bar asks for its length
         results: list[tuple[list[float], int, bool]] = []
+        self.sampler.sync(self.model)
         for batch in batches:
-            sample = self.sampler(self.model, [row["prompt"] for row in batch], greedy=True)
+            prompts = [row["prompt"] for row in batch or [dataset[0]]]
+            sample = self.sampler(self.model, prompts, greedy=True)
+            if not batch:
+                continue
             calls = args.reward_calls
             scored = score(self.reward_funcs, batch, sample, self.processing_class, **calls)
             rewards = scored.tolist()
