@@ -8,8 +8,8 @@ import sys
 import warnings
 from typing import Any
 
-TASK_NAMES = ("addition", "copying", "digits")  # of trainer.tasks, which is slow to import
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from fused_grpo import cli_tasks
+from fused_grpo.cli_tasks import DTYPES, TASK_HELP
 
 EPILOG = """\
 Every other field of fused_grpo.trainer.GRPOConfig, and with it of transformers.TrainingArguments,
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--model", default="smollm2", help="smollm2 (default), tiny, or a name or path"
     )
-    train.add_argument("--task", choices=TASK_NAMES, help="default: addition (tiny: digits)")
+    cli_tasks.add_task_arguments(train, f"{TASK_HELP}; default: addition (tiny: digits)")
     train.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights")
     adapter = train.add_mutually_exclusive_group()
     adapter.add_argument("--lora-r", type=int, help="rank of the LoRA adapter (16)")
@@ -83,6 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="go on from the last good checkpoint of the output directory, or begin",
     )
     train.add_argument("--help-all", action="store_true", help="list the options of GRPOConfig")
+    cli_tasks.add_eval_parser(commands)
+    cli_tasks.add_ablate_parser(commands)
     _add_plot(commands)
     _add_completions(commands)
     doctor = commands.add_parser(
@@ -152,23 +154,27 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
 
 def train(options: argparse.Namespace, rest: list[str]) -> int:
     """`fused-grpo train`; unknown options belong to its config."""
+    print(train_run(options, rest))
+    return 0
+
+
+def train_run(options: argparse.Namespace, rest: list[str], control: Any = None) -> Any:
+    """The `Summary` of a training run; `control`: see `demo.run`."""
     import torch
 
     # of peft about transformers, and nothing that a user of the command could do
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
 
     from fused_grpo.trainer import demo, models
-    from fused_grpo.trainer.tasks import make_task
 
     tiny = options.model == "tiny"
     full = options.full or (tiny and options.lora_r is None)
     rank = None if full else (16 if options.lora_r is None else options.lora_r)
     if rank is not None and rank < 1:
         raise ValueError(f"--lora-r {rank} must be at least 1; use --full to train all weights")
-    task = make_task(options.task or ("digits" if tiny else "addition"))
+    task = cli_tasks.task_of(options)
     dtype = demo.default_dtype(full) if options.dtype == "auto" else getattr(torch, options.dtype)
-    name = options.model.rstrip("/").split("/")[-1]
-    extra: dict[str, Any] = {"output_dir": f"runs/{name}-{task.name}"}
+    extra: dict[str, Any] = {"output_dir": f"runs/{cli_tasks.run_name(options)}"}
     make_config(options, rest, extra)  # wrong options are told before a model is loaded
     torch.manual_seed(getattr(options, "seed", 42))  # tiny is random
     model, tokenizer = models.load(options.model, dtype)
@@ -176,12 +182,11 @@ def train(options: argparse.Namespace, rest: list[str]) -> int:
     size = sum(p.numel() for p in model.parameters())
     trained = "all weights" if rank is None else f"LoRA r={rank}"
     print(
-        f"{options.model} ({size:,} parameters, {dtype}), task {task.name}, {trained}; writing "
+        f"{options.model} ({size:,} parameters, {dtype}), {trained}; task {task}; writing "
         f"{args.output_dir}",
         flush=True,
     )
-    print(demo.run(model, tokenizer, task, args, rank))
-    return 0
+    return demo.run(model, tokenizer, task, args, rank, control)
 
 
 def doctor(options: argparse.Namespace, rest: list[str]) -> int:
@@ -216,7 +221,14 @@ def completions(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "plot": plot, "completions": completions, "doctor": doctor}
+COMMANDS = {
+    "train": train,
+    "eval": cli_tasks.evaluate,
+    "ablate": cli_tasks.ablate,
+    "plot": plot,
+    "completions": completions,
+    "doctor": doctor,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.
 
 
 class MissingExtraError(RuntimeError):
-    """A package of the demo extra is not installed."""
+    """A package of an extra, such as demo or tasks, is not installed."""
 
 
 def load(name: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -55,6 +55,24 @@ def smollm2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     return model.to(dtype).eval(), tokenizer
+
+
+def with_adapter(model: nn.Module, path: str) -> nn.Module:
+    """The model with the PEFT adapter of a folder merged into its weights.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError(
+            "an adapter needs peft, which is not installed here. Install the demo extra, `pip "
+            "install 'fused-grpo[demo]'`"
+        )
+    from peft import PeftModel
+
+    base: Any = model
+    merged: Any = PeftModel.from_pretrained(base, path).merge_and_unload()
+    return merged.eval()
 
 
 def _dequantize() -> dict[str, Any]:

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fused_grpo.trainer.prompts import first_line, whole
 from fused_grpo.trainer.rewards import RewardFunc
+from fused_grpo.trainer.task_options import TaskOptions
 
 NUM_TRAIN, NUM_HELD_OUT = 2048, 256
 # of the answers that the addition task knows, those kept for evaluation
@@ -44,16 +46,31 @@ class Task:
 
     Attributes:
         reward: a reward function as `GRPOTrainer` takes it.
-        max_completion_length: tokens that an answer needs, its end included.
+        max_completion_length: tokens that an answer needs, its end included; None: as many as the
+            longest "answer" of the rows takes.
         stop: a text of one token that ends a completion, as the end-of-sequence token does.
+        answer_of: the answer in a completion's text, None without one; what majorities vote on.
+        correct: a reward of at least this is a right answer, which pass@k counts.
+        fills: completions are meant to be as long as they may.
+        dropped: rows left out because another part, or an earlier row, has the same question.
     """
 
     name: str
     train: list[dict[str, Any]] = field(repr=False)
     held_out: list[dict[str, Any]] = field(repr=False)
     reward: RewardFunc
-    max_completion_length: int
+    max_completion_length: int | None
     stop: str | None
+    answer_of: Callable[[str], str | None] = first_line
+    correct: float = 1.0
+    fills: bool = False
+    dropped: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {len(self.train):,} prompts for training, {len(self.held_out):,} held "
+            f"out, {self.dropped:,} repeated ones dropped"
+        )
 
 
 def addition(shots: int = 4) -> Task:
@@ -116,16 +133,43 @@ def digits() -> Task:
 
     rows = _distinct(row, NUM_TRAIN + NUM_HELD_OUT, seed=1)
     train, held_out = rows[:NUM_TRAIN], rows[NUM_TRAIN:]
-    return Task("digits", train, held_out, digit_share, max_completion_length=8, stop=None)
+    return Task(
+        "digits",
+        train,
+        held_out,
+        digit_share,
+        max_completion_length=8,
+        stop=None,
+        answer_of=whole,
+        fills=True,
+    )
 
 
 TASKS: dict[str, Callable[[], Task]] = {"addition": addition, "copying": copying, "digits": digits}
 
 
-def make_task(name: str) -> Task:
-    """The task of that name. ValueError: there is none."""
+def make_task(name: str, options: TaskOptions | None = None) -> Task:
+    """A built-in task, "reasoning-gym:ENVIRONMENT", or that of a JSON-lines file.
+
+    Raises:
+        ValueError: there is none of that name, or it does not take the options.
+        MissingExtraError: it needs a package that is not installed.
+        OSError: the file cannot be read.
+    """
+    from fused_grpo.trainer.gym_task import PREFIX, gym_task
+    from fused_grpo.trainer.jsonl_task import jsonl_task
+
+    options = options or TaskOptions()
+    if name.startswith(PREFIX):
+        return gym_task(name, options)
+    if name.endswith((".jsonl", ".ndjson")):
+        return jsonl_task(name, options)
     if name not in TASKS:
-        raise ValueError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}")
+        raise ValueError(
+            f"task={name!r} is unknown; choose one of {', '.join(TASKS)}, {PREFIX}ENVIRONMENT, or "
+            "a file of JSON lines, FILE.jsonl"
+        )
+    options.check("a built-in task")
     return TASKS[name]()
 
 

@@ -324,6 +324,7 @@ class GRPOTrainer(DurableTrainer):
             return {name: value for part in parts for name, value in part.items()}
         start = time.perf_counter()
         rewards, lengths, ended = self._greedy(dataset)
+        self.eval_rewards = rewards  # of each prompt, in an order that the dataset alone decides
         total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {
             **reward_metrics(rewards, total, self.collector.reward_names, None),
