@@ -7,6 +7,8 @@ import sys
 import warnings
 from typing import Any
 
+from fused_grpo import plan_table
+
 TASK_NAMES = ("addition", "copying", "digits")  # of trainer.tasks, which is slow to import
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -87,6 +89,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--target", help="compile for this chip, as sm_90 or gfx942; default: the GPU here"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    plan = commands.add_parser(
+        "plan",
+        help="where the memory goes, and the longest context that fits",
+        description="Print what a training step holds: weights, optimizer, activations and the "
+        "loss, for this loss, TRL's and eager code, and the longest context that fits.",
+    )
+    plan_table.add_arguments(plan)
     return parser
 
 
@@ -154,7 +163,15 @@ def doctor(options: argparse.Namespace, rest: list[str]) -> int:
     return main(options.target, options.json)
 
 
-COMMANDS = {"train": train, "doctor": doctor}
+def plan(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo plan`."""
+    if rest:
+        raise ValueError(f"plan does not know {' '.join(rest)}")
+    print(plan_table.main(options))
+    return 0
+
+
+COMMANDS = {"train": train, "doctor": doctor, "plan": plan}
 
 
 def main(argv: list[str] | None = None) -> int:
