@@ -7,6 +7,9 @@ VENV ?= .venv
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
+# Tests run in a process per core, up to four, since some start ranks of their own, and whole files at
+# a time: what the tests of a file share, such as those ranks, is made once. PYTEST_ARGS='-n 0': in one.
+PYTEST_WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 BENCH_ARGS ?=
 GATE_ARGS ?= --check
 
@@ -26,7 +29,7 @@ GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
 help:
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
-	@echo "make test       run the tests                              (PYTEST_ARGS='-m slow')"
+	@echo "make test       run the tests                              (PYTEST_ARGS='-k trainer -n 0')"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
@@ -53,7 +56,7 @@ demo: $(DEV)
 	$(BIN)/fused-grpo train $(TRAIN_ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -79,6 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
             option, dest=field, type=kind, default=argparse.SUPPRESS, help=text + default
         )
     train.add_argument("--help-all", action="store_true", help="list the options of GRPOConfig")
+    _add_plot(commands)
+    _add_completions(commands)
     doctor = commands.add_parser(
         "doctor",
         help="what this machine would use and why, and whether it computes right",
@@ -97,6 +99,35 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan_table.add_arguments(plan)
     return parser
+
+
+def _add_plot(commands: Any) -> None:
+    plot = commands.add_parser(
+        "plot",
+        help="draw a run, or several in one picture",
+        description="Draw metrics of runs over their optimizer steps. Needs matplotlib.",
+    )
+    plot.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder or a metrics.jsonl")
+    plot.add_argument("--metrics", nargs="+", help="names in metrics.jsonl; default: what matters")
+    plot.add_argument(
+        "--out",
+        help="the picture, .png, .pdf or .svg; default: metrics.png in the run's folder, "
+        "of several runs comparison.png here",
+    )
+    plot.add_argument("--smooth", type=int, default=1, help="mean of the last so many logs (1)")
+
+
+def _add_completions(commands: Any) -> None:
+    completions = commands.add_parser(
+        "completions",
+        help="show completions that a run has logged",
+        description="Show completions of a run that was trained with --log_completions True.",
+    )
+    completions.add_argument("run", metavar="RUN", help="a run's folder")
+    completions.add_argument("--step", type=int, help="default: the last")
+    chosen = completions.add_mutually_exclusive_group()
+    chosen.add_argument("--best", type=int, metavar="K", help="the K with the highest rewards")
+    chosen.add_argument("--worst", type=int, metavar="K", help="the K with the lowest rewards")
 
 
 def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, Any]) -> Any:
@@ -171,7 +202,36 @@ def plan(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "doctor": doctor, "plan": plan}
+def plot(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo plot`."""
+    from fused_grpo.trainer.plot import main
+
+    if rest:
+        raise ValueError(f"plot does not know {' '.join(rest)}")
+    print(main(options.runs, options.metrics, options.out, options.smooth))
+    return 0
+
+
+def completions(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo completions`."""
+    from pathlib import Path
+
+    from fused_grpo.trainer.completions import COMPLETIONS_FILE, find, table
+
+    if rest:
+        raise ValueError(f"completions does not know {' '.join(rest)}")
+    path = Path(options.run) / COMPLETIONS_FILE
+    print(table(find(path, options.step, options.best, options.worst)))
+    return 0
+
+
+COMMANDS = {
+    "train": train,
+    "plan": plan,
+    "plot": plot,
+    "completions": completions,
+    "doctor": doctor,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -171,7 +171,7 @@ def routed_tile(width: int) -> int:
 
 def waiting_entries(chunk_bytes: int | None) -> int:
     """Entries of a routed pass that wait at most before they are added to the weight's gradient."""
-    return (DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // 64
+    return (DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // 128
 
 
 def triton_bytes_used(

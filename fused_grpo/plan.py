@@ -38,8 +38,9 @@ OPTIMIZERS: dict[str, Callable[[int], int]] = {
 LOSSES = ("fused-grpo", "fused-grpo, routed", "TRL 1.16", "eager")
 # of the device, for its context, the libraries' workspaces and what fragmentation wastes
 RESERVE = 0.06
-# What matrix libraries on a CPU take for a product, beside its operands (measured: 6 to 20 MB).
-_CPU_LIBRARIES = 12 * 2**20
+# What libraries take on a CPU beside operands: for a product (measured: 6 to 20 MB), and to sort
+# the entries that routed gradients keep, per entry.
+_PRODUCT_BYTES, _SORT_BYTES = 12 * 2**20, 44
 _LONGEST = 2**24
 
 
@@ -53,6 +54,7 @@ class LossMemory:
             routed gradients, the entries that are summed.
         logits: what it holds per token and vocabulary entry; of ours and TRL's, of a chunk.
         vectors: log-probabilities, masks and their like.
+        libraries: what products and sorting allocate for themselves, on a CPU.
         chunk: tokens and vocabulary entries that our loss works on at once.
     """
 
@@ -60,11 +62,12 @@ class LossMemory:
     sums: int
     logits: int
     vectors: int
+    libraries: int = 0
     chunk: ChunkPlan | None = None
 
     @property
     def total(self) -> int:
-        return self.gradients + self.sums + self.logits + self.vectors
+        return self.gradients + self.sums + self.logits + self.vectors + self.libraries
 
 
 def loss_memory(
@@ -117,13 +120,16 @@ def loss_memory(
         tokens, vocab, hidden, size if any_grad else 0, size, chunk_bytes, device, routed
     )
     sums = wide * head
+    libraries = _PRODUCT_BYTES if device == "cpu" and tokens else 0
     if routed:
         kept = min(kept_per_token, vocab)
         entries = _kept_entries(tokens, kept, plan, head, size, chunk_bytes)
         # the entries are summed when a chunk's logits are done with
         of_chunk = min(tokens, plan.tokens) * vocab * size
         sums = max(0, entries[0], entries[1] + of_chunk - bytes_used)
-    return LossMemory(size * (states + head), sums, bytes_used, vectors, plan)
+        if head and device == "cpu":
+            libraries += _SORT_BYTES * min(int(tokens * kept), waiting_entries(chunk_bytes))
+    return LossMemory(size * (states + head), sums, bytes_used, vectors, libraries, plan)
 
 
 def _kept_entries(
@@ -156,7 +162,9 @@ def _chunks(
         plan = plan_chunks(chunk_bytes, vocab, hidden, stored, 4, extra, tokens)
         count = min(tokens, plan.tokens)
         used = chunk_bytes_used(count, plan.tile, vocab, hidden, stored, 4, extra)
-        return (used + _CPU_LIBRARIES if tokens else 0), plan
+        if size == 4:  # a tile of such a weight is taken as it is
+            used -= 4 * plan.tile * hidden
+        return (used if tokens else 0), plan
     kinds: dict[str, Any] = {"kept": stored, "operand": size, "converts": False}
     plan = plan_triton(chunk_bytes, vocab, hidden, on_gpu=True, **kinds)
     plan = plan._replace(tokens=min(plan.tokens, max(tokens, 1)))
@@ -298,7 +306,7 @@ class Setting:
             "loss: logits": of_loss.logits,
             "loss: sums of gradients": of_loss.sums,
             "loss: gradient of the states": states,
-            "loss: vectors": of_loss.vectors,
+            "loss: vectors": of_loss.vectors + of_loss.libraries,
         }
         held = sum(state.values()) + sum(kept.values())
         cache = self.cache(tokens)

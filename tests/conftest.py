@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before anything counts the cores, here or in a child
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 # Triton reads this when it is imported: without a GPU its kernels are interpreted.

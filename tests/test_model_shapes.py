@@ -158,7 +158,11 @@ def test_what_a_configuration_may_leave_out() -> None:
     [
         ("gpt-5", ValueError, r"model='gpt-5' is not known .*Qwen3-8B"),
         (3, TypeError, "model must be a name, a path or a configuration, not int"),
-        ({"model_type": "llama"}, ValueError, r"configuration of the model \(llama\) has no hidden_size"),
+        (
+            {"model_type": "llama"},
+            ValueError,
+            r"configuration of the model \(llama\) has no hidden_size",
+        ),
         (
             {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": -1},
             ValueError,

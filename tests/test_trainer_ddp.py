@@ -5,6 +5,7 @@ This file is also the program that each process runs.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def train(out: Path, size: int, loss_type: str) -> GRPOTrainer:
     torch.manual_seed(0)
     model, tokenizer = tiny(torch.float32)
     args = GRPOConfig(
-        str(out),
+        str(out / loss_type),
         max_steps=STEPS,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=2 if size < GROUP else 1,
@@ -65,6 +66,7 @@ def train(out: Path, size: int, loss_type: str) -> GRPOTrainer:
         beta=0.1,
         save_strategy="no",
         disable_tqdm=True,
+        log_completions=True,
         use_cpu=True,
         ddp_backend="gloo" if "RANK" in os.environ else None,
     )
@@ -72,6 +74,13 @@ def train(out: Path, size: int, loss_type: str) -> GRPOTrainer:
     run.collector.sampler = Script(tokenizer, args.process_index)  # type: ignore[assignment]
     run.train()
     return run
+
+
+def completions(folder: Path) -> list[dict[str, Any]]:
+    """What was logged of them, in an order that does not depend on who sampled what."""
+    text = (folder / "completions.jsonl").read_text()
+    entries = [json.loads(line) for line in text.splitlines()]
+    return sorted(entries, key=lambda e: (e["step"], e["prompt"], e["completion"], e["length"]))
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
@@ -89,6 +98,11 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             torch.testing.assert_close(
                 first["weights"][name], parameter, atol=1e-6, rtol=1e-5, msg=name
             )
+        whole, halves = (completions(tmp_path / n / loss_type) for n in ("one", "two"))
+        assert len(whole) == GROUP * STEPS
+        for one, two in zip(whole, halves, strict=True):
+            assert two.pop("advantage") == pytest.approx(one.pop("advantage"), abs=1e-6)
+            assert two == one
         logged = [entry for entry in single.state.log_history if "grad_norm" in entry]
         for one, two in zip(logged, first["logs"], strict=True):
             for name in LOGGED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from fused_grpo.trainer.rollout import Sample, Sampler
 
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+# takes the rows of this process, their sample, [B, F] rewards and [B] advantages
+OnGeneration = Callable[[list[dict[str, Any]], Sample, Tensor, Tensor], None]
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Collector:
         self.args, self.accelerator, self.policy = args, accelerator, policy
         self.sampler, self.reward_funcs, self.tokenizer = sampler, reward_funcs, tokenizer
         self.metrics = metrics
+        self.on_generation: OnGeneration | None = None
 
     @property
     def reward_names(self) -> list[str]:
@@ -66,6 +70,8 @@ class Collector:
         remax = args.advantage_estimator == "remax"
         greedy = self._greedy_rewards(rows, prompts, copies) if remax else None
         advantages = self._advantages(rewards, sample.completion_mask.sum(1), greedy)
+        if self.on_generation is not None:
+            self.on_generation(rows, sample, rewards, advantages)
         counted = sample.completion_mask
         if args.mask_truncated_completions:
             counted = counted & sample.ended[:, None]

@@ -16,6 +16,7 @@ from fused_grpo.advantages import AGGREGATIONS
 from fused_grpo.estimators import ESTIMATORS
 from fused_grpo.kl import HEAD_KL
 from fused_grpo.trainer.loss_args import LossArguments, arg
+from fused_grpo.trainer.monitor_args import MonitorArguments
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -30,7 +31,7 @@ SCALED = ("grpo", "gdpo", "pass_at_k")
 
 
 @dataclass
-class GRPOConfig(LossArguments, TrainingArguments):
+class GRPOConfig(MonitorArguments, LossArguments, TrainingArguments):
     """Arguments of `GRPOTrainer`; every argument of `transformers.TrainingArguments` works too.
 
     One optimizer step takes per_device_train_batch_size * gradient_accumulation_steps * (number of
@@ -122,6 +123,7 @@ class GRPOConfig(LossArguments, TrainingArguments):
         super().__post_init__()
         self._check_generation_kwargs()
         self._check_batch()
+        self.check_monitor()
 
     @property
     def sampler_support(self) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def lora(rank: int) -> Any:
 def task_options(task: Task, tokenizer: Any) -> dict[str, Any]:
     """The sampling options of a `GRPOConfig` that a task asks for."""
     options: dict[str, Any] = {"max_completion_length": task.max_completion_length}
-    if task.stop is not None:
+    if task.stop is None:  # completions are meant to end there
+        options["run_warning_thresholds"] = {"truncation": None}
+    else:
         ids = tokenizer(task.stop, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise ValueError(
@@ -111,10 +113,10 @@ def run(
     tokenizer.save_pretrained(out / "model")
     plot = None
     if importlib.util.find_spec("matplotlib") is not None:
-        from fused_grpo.trainer.plot import plot_metrics
+        from fused_grpo.trainer.plot import draw, load
 
-        plot = out / "metrics.png"
-        plot_metrics(out / METRICS_FILE, plot, f"{task.name}: held-out {before:.2f} -> {after:.2f}")
+        title = f"{task.name}: held-out {before:.2f} -> {after:.2f}"
+        plot = draw(load([out]), out / "metrics.png", title=title)
     seconds = time.perf_counter() - start
     return Summary(
         before,

@@ -1,20 +1,29 @@
-"""Metrics of a run: collected between two logs, averaged, written as JSON lines and on the bar."""
+"""Metrics of a run: collected between two logs, averaged, and written as JSON lines."""
 
 from __future__ import annotations
 
-import json
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from fused_grpo.advantages import zero_variance_fraction
+from fused_grpo.trainer.records import RunLines, read_lines
 
 METRICS_FILE = "metrics.jsonl"
-BAR_METRICS = ("reward", "completions/mean_length", "entropy", "kl", "loss")
+# what is made of the observations of a metric, by the last part of its name; else their mean
+EXTREMES: dict[str, Callable[..., float]] = {
+    "min": min,
+    "min_length": min,
+    "max": max,
+    "max_length": max,
+    "peak_gb": max,
+}
 
 
 class MetricLog:
@@ -28,31 +37,30 @@ class MetricLog:
         for name, value in metrics.items():
             self._values.setdefault(name, []).append((value, weight))
 
-    def drain(self) -> dict[str, float]:
-        """The means since the last call (extremes for names that end in min or max)."""
-        out = {}
-        for name, entries in self._values.items():
-            pairs = [(float(v), float(w)) for v, w in entries]
-            pairs = [(v, w) for v, w in pairs if not math.isnan(v)]
-            out[name] = _reduced(name, pairs)
-        self._values.clear()
-        return out
+    def pending(self) -> dict[str, list[tuple[float, float]]]:
+        """What a log would take now, as numbers; it stays."""
+        return {n: [(float(v), float(w)) for v, w in e] for n, e in self._values.items()}
 
-    @staticmethod
-    def merge(parts: list[dict[str, float]]) -> dict[str, float]:
-        """What `drain` gave on several processes, as one."""
-        return {
-            name: _reduced(name, [(part[name], 1.0) for part in parts if part[name] == part[name]])
-            for name in parts[0]
-        }
+    def drain(self, gather: Callable[[list[Any]], list[Any]] | None = None) -> dict[str, float]:
+        """The means since the last call (extremes for names that end in min or max).
+
+        `gather` makes of a list that of all processes; their observations then count alike.
+        """
+        own = self.pending()
+        self._values.clear()
+        seen: dict[str, list[tuple[float, float]]] = {}
+        for part in [own] if gather is None else gather([own]):
+            for name, pairs in part.items():
+                seen.setdefault(name, []).extend(pairs)
+        return {name: _reduced(name, pairs) for name, pairs in seen.items()}
 
 
 def _reduced(name: str, pairs: list[tuple[float, float]]) -> float:
     """The extreme of (value, weight) pairs if the name says so, else their weighted mean."""
-    if name.split("/")[-1] in ("min", "min_length"):
-        return min((value for value, _ in pairs), default=math.nan)
-    if name.split("/")[-1] in ("max", "max_length"):
-        return max((value for value, _ in pairs), default=math.nan)
+    pairs = [(value, weight) for value, weight in pairs if not math.isnan(value)]
+    extreme = EXTREMES.get(name.split("/")[-1])
+    if extreme is not None:
+        return extreme((value for value, _ in pairs), default=math.nan)
     total = sum(weight for _, weight in pairs)
     return sum(v * w for v, w in pairs) / total if total else math.nan
 
@@ -71,6 +79,7 @@ def reward_metrics(
     for i, name in enumerate(names):
         out[f"rewards/{name}/mean"] = rewards[:, i].nanmean()
         out[f"rewards/{name}/std"] = _nanstd(rewards[:, i], 0)
+        out[f"rewards/{name}/missing"] = rewards[:, i].isnan().float().mean()
     return out
 
 
@@ -104,36 +113,50 @@ class MetricsFile(TrainerCallback):
     A new run starts the file anew. A resumed one keeps the lines up to the step it resumes from.
     """
 
-    def __init__(self) -> None:
-        self._opened = False
+    def __init__(self, output_dir: str | Path) -> None:
+        self._lines = RunLines(Path(output_dir) / METRICS_FILE)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self._lines.start(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not state.is_world_process_zero or not logs:
-            return
-        path = Path(args.output_dir) / METRICS_FILE
-        if not self._opened:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [e for e in read_metrics(path) if e["step"] < state.global_step]
-            path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-            self._opened = True
-        entry = {"step": state.global_step}
-        # NaN is not JSON
-        entry.update({k: None if isinstance(v, float) and v != v else v for k, v in logs.items()})
-        with path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        if state.is_world_process_zero and logs:
+            self._lines.append([{"step": state.global_step, **logs}])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The entries of a metrics.jsonl; none if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return list(read_lines(path))
 
 
-class RewardBar(ProgressCallback):
-    """The Trainer's progress bar with the metrics that matter on it, instead of a dump of all."""
+class Throughput(TrainerCallback):
+    """Tokens per second since the last call."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs:
-            shown = {n.split("/")[-1]: logs[n] for n in BAR_METRICS if logs.get(n) is not None}
-            self.training_bar.set_postfix({n: f"{v:.3g}" for n, v in shown.items()})
+    def __init__(self) -> None:
+        self._tokens, self._step = 0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._tokens, self._step = state.num_input_tokens_seen, state.global_step
+
+    def __call__(self, state: Any, step_time: float) -> dict[str, float]:
+        """Of the steps since the last call, which took `step_time` seconds each on average.
+
+        Tokens are those read and sampled over all processes.
+        """
+        tokens, steps = state.num_input_tokens_seen - self._tokens, state.global_step - self._step
+        self._tokens, self._step = state.num_input_tokens_seen, state.global_step
+        seconds = step_time * steps
+        return {"tokens_per_second": tokens / seconds if seconds > 0 else math.nan}
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory of this process so far, in 10^9 bytes: torch's on a GPU, else resident."""
+    if torch.cuda.is_available():
+        return {"memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+    try:
+        import resource
+    except ImportError:  # Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}

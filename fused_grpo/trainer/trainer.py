@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, ProgressCallback, Trainer
+from transformers import AutoTokenizer, Trainer
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.entropy import AdaptiveEntropy
@@ -29,11 +29,11 @@ from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.metrics import (
     MetricLog,
-    MetricsFile,
-    RewardBar,
     completion_metrics,
+    peak_memory,
     reward_metrics,
 )
+from fused_grpo.trainer.monitor import Monitor
 from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, score
 from fused_grpo.trainer.rollout import Sampler
@@ -112,12 +112,10 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[MetricsFile(), *(callbacks or [])],
+            callbacks=callbacks,
             optimizers=optimizers,
         )
         setup.check_distribution(self)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(RewardBar)
         # the loss comes with its divisors in its token weights: the Trainer must not divide again
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
         self.policy = Policy(self.model, copy_reference=args.beta > 0)
@@ -133,6 +131,7 @@ class GRPOTrainer(Trainer):
             self.processing_class,
             self._metrics,
         )
+        self.monitor = Monitor(self)
         self._restart()
         if args.world_size > 1:
             set_seed(args.seed, device_specific=True)  # or all processes would sample the same
@@ -144,7 +143,10 @@ class GRPOTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See `transformers.Trainer.train`."""
         self._restart()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.monitor.close()
 
     # ---- the Trainer's hooks --------------------------------------------------------------------
 
@@ -241,9 +243,9 @@ class GRPOTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names, to those of the Trainer."""
         if "loss" in logs:
-            own = self._metrics.drain()
-            if self.args.world_size > 1:
-                own = MetricLog.merge(gather_object([own]))
+            self._metrics.add(peak_memory())
+            own = self._metrics.drain(gather_object if self.args.world_size > 1 else None)
+            own |= self.monitor.throughput(self.state, own.get("step_time", 0.0))
             logs.update(own, num_tokens=float(self.state.num_input_tokens_seen))
         super().log(logs, start_time)
 
