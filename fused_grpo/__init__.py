@@ -19,6 +19,7 @@ from fused_grpo.loss import (
     policy_loss,
 )
 from fused_grpo.objectives import LossSpec, TokenView, register_objective
+from fused_grpo.plan import plan_memory
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "linear_logprobs",
     "linear_support",
     "multi_reward_advantages",
+    "plan_memory",
     "policy_loss",
     "register_objective",
     "sampling_statistics",

@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-from fused_grpo import cli_tasks
+from fused_grpo import cli_tasks, plan_table
 from fused_grpo.cli_tasks import DTYPES, TASK_HELP
 
 EPILOG = """\
@@ -97,6 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--target", help="compile for this chip, as sm_90 or gfx942; default: the GPU here"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    plan = commands.add_parser(
+        "plan",
+        help="where the memory goes, and the longest context that fits",
+        description="Print what a training step holds: weights, optimizer, activations and the "
+        "loss, for this loss, TRL's and eager code, and the longest context that fits.",
+    )
+    plan_table.add_arguments(plan)
     return parser
 
 
@@ -198,6 +205,14 @@ def doctor(options: argparse.Namespace, rest: list[str]) -> int:
     return main(options.target, options.json)
 
 
+def plan(options: argparse.Namespace, rest: list[str]) -> int:
+    """`fused-grpo plan`."""
+    if rest:
+        raise ValueError(f"plan does not know {' '.join(rest)}")
+    print(plan_table.main(options))
+    return 0
+
+
 def plot(options: argparse.Namespace, rest: list[str]) -> int:
     """`fused-grpo plot`."""
     from fused_grpo.trainer.plot import main
@@ -225,6 +240,7 @@ COMMANDS = {
     "train": train,
     "eval": cli_tasks.evaluate,
     "ablate": cli_tasks.ablate,
+    "plan": plan,
     "plot": plot,
     "completions": completions,
     "doctor": doctor,

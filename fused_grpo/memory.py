@@ -22,10 +22,12 @@ _MIN_TILE, _MAX_TILE = 64, 4096
 _ROUTED_MIN_TILE, _ROUTED_TILE_ENTRIES, ROUTED_ROWS = 512, 2**22, 16
 _TRITON_TILE, _TRITON_MIN_TILE = 16384, 1024
 _FORWARD_TOKENS = 512  # without gradients nothing is gained by more
-_VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
+VECTOR_BYTES = 128  # per token: ids, masks, log-probabilities, losses and their like
 # Of a routed pass: two vectors that its noise is read from; with the seed changes what they hold.
 NOISE_WINDOWS, NOISE_ROWS = 2**16, 2**12
 NOISE_BYTES = 4 * (NOISE_WINDOWS + 32 * NOISE_ROWS)
+# Of an entry that is kept: while it is found, while it waits, while the weight's gradient forms.
+FOUND_BYTES, WAITING_BYTES, SUMMED_BYTES = 56, 12, 32
 
 
 def slices(size: int, tile: int) -> Iterator[slice]:
@@ -133,7 +135,7 @@ def plan_chunks(
     chunk_bytes -= chunk_bytes // 5
     if extra.groups:
         chunk_bytes -= min(chunk_bytes // 2, NOISE_BYTES)
-    chunk_bytes -= min(chunk_bytes // 2, _VECTOR_BYTES * tokens)
+    chunk_bytes -= min(chunk_bytes // 2, VECTOR_BYTES * tokens)
     weight_share = chunk_bytes // 6  # the tiles of the weights get at most this
     tile = min(_MAX_TILE, weight_share // ((2 * width + extra.ref_width) * itemsize))
     tile = min(vocab, max(_MIN_TILE, tile - tile % _MIN_TILE))
@@ -165,6 +167,11 @@ def routed_tile(width: int) -> int:
     """Vocabulary entries per product of a routed pass."""
     tile = 1 << (_ROUTED_TILE_ENTRIES // width).bit_length() - 1
     return min(_MAX_TILE, max(_ROUTED_MIN_TILE, tile))
+
+
+def waiting_entries(chunk_bytes: int | None) -> int:
+    """Entries of a routed pass that wait at most before they are added to the weight's gradient."""
+    return (DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes) // 128
 
 
 def triton_bytes_used(

@@ -34,7 +34,7 @@ from fused_grpo.gradients import (
     product_dtype,
     target_share,
 )
-from fused_grpo.memory import DEFAULT_CHUNK_BYTES, NOISE_ROWS, NOISE_WINDOWS, ROUTED_ROWS, slices
+from fused_grpo.memory import NOISE_ROWS, NOISE_WINDOWS, ROUTED_ROWS, slices, waiting_entries
 from fused_grpo.passes import (
     Coefficients,
     HeadResult,
@@ -57,7 +57,6 @@ _NOISE_SHIFT = 33 - NOISE_ROWS.bit_length()
 _GROUP_SHIFT = GROUP.bit_length() - 1
 _BLOCK = 8192  # groups looked into at a time: they stay in cache
 _ROUNDED_UP = 1 + 2.0**-8  # sums of groups are of entries before they were rounded to bf16
-_ENTRY_BYTES = 16
 
 
 class RouteOptions(TypedDict, total=False):
@@ -329,7 +328,7 @@ class Gradients:
         self.result = empty_result(tokens, head, replace(needs, weight_grad=False), None)
         self.dense: list[tuple[Tensor, Upstream]] = []
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []  # row, column, weight
-        self._bytes, self._limit = 0, (chunk_bytes or DEFAULT_CHUNK_BYTES) // 4
+        self._waiting, self._limit = 0, waiting_entries(chunk_bytes)
         self._weight_grad: Tensor | None = None
 
     def add(self, span: slice, entries: Entries, values: TokenValues, upstream: Upstream) -> None:
@@ -397,8 +396,8 @@ class Gradients:
             add_rows(result.bias_grad, column, weight)
         if self.needs.weight_grad and len(row):
             self._pending.append((row + span.start, column, weight))
-            self._bytes += _ENTRY_BYTES * len(row)
-            if self._bytes > self._limit:
+            self._waiting += len(row)
+            if self._waiting > self._limit:
                 self._flush()
 
     def _flush(self) -> None:
@@ -406,7 +405,7 @@ class Gradients:
         if not self._pending:
             return
         row, column, weight = (torch.cat(parts) for parts in zip(*self._pending, strict=True))
-        self._pending, self._bytes = [], 0
+        self._pending, self._waiting = [], 0
         start = int(row.min())
         table = self.tokens.rows(slice(start, int(row.max()) + 1)).to(self.product)
         column, order = column.sort(stable=True)

@@ -86,21 +86,6 @@ class MicroBatch:
         packing = self.packing
         return values if packing is None or values is None else packing.rows(values, fill)
 
-    @property
-    def experts(self) -> Tensor | None:
-        """What the model's forward goes through, for the tokens that it is given."""
-        if self.routed_experts is None or not self.packed:
-            return self.routed_experts
-        return self.routed_experts[self.attention_mask][None]
-
-    def keep_experts(self, experts: Tensor) -> None:
-        """Takes those of such a forward for all later ones."""
-        if self.packed:
-            rows = experts.new_zeros((*self.attention_mask.shape, *experts.shape[2:]))
-            rows[self.attention_mask] = experts[0]
-            experts = rows
-        self.routed_experts = experts
-
     def support(self, args: GRPOConfig) -> dict[str, Any]:
         """The sampler's support: its ids, or the rules, while the policy is still the sampler."""
         if self.support_ids is not None:
