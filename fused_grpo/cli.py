@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import warnings
@@ -161,8 +162,15 @@ def make_config(options: argparse.Namespace, rest: list[str], extra: dict[str, A
 
 def train(options: argparse.Namespace, rest: list[str]) -> int:
     """`fused-grpo train`; unknown options belong to its config."""
-    print(train_run(options, rest))
+    summary = train_run(options, rest)
+    if _speaks():
+        print(summary)
     return 0
+
+
+def _speaks() -> bool:
+    """Whether this is the first, or the only, process."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def train_run(options: argparse.Namespace, rest: list[str], control: Any = None) -> Any:
@@ -188,11 +196,12 @@ def train_run(options: argparse.Namespace, rest: list[str], control: Any = None)
     args = make_config(options, rest, extra | demo.task_options(task, tokenizer))
     size = sum(p.numel() for p in model.parameters())
     trained = "all weights" if rank is None else f"LoRA r={rank}"
-    print(
-        f"{options.model} ({size:,} parameters, {dtype}), {trained}; task {task}; writing "
-        f"{args.output_dir}",
-        flush=True,
-    )
+    if _speaks():
+        print(
+            f"{options.model} ({size:,} parameters, {dtype}), {trained}; task {task}; writing "
+            f"{args.output_dir}",
+            flush=True,
+        )
     return demo.run(model, tokenizer, task, args, rank, control)
 
 
@@ -252,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     options, rest = parser.parse_known_args(argv)
     try:
+        if options.command != "train" and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError(f"{options.command} runs in one process, not in several of torchrun")
         return COMMANDS[options.command](options, rest)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         from fused_grpo.trainer.models import MissingExtraError

@@ -37,6 +37,34 @@ def test_tiny_run_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sum(c.isdigit() for c in text) >= 4
 
 
+def test_several_processes_train_one_model_and_say_it_once(tmp_path: Path) -> None:
+    """On CPUs too, where processes find one another only if they are told to."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "fused_grpo.cli", "train", "--model", "tiny", "--steps", "2"]
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [*command, "--batch-size", "16", "--output-dir", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("held-out reward (greedy, 256 prompts)") == 1
+    assert done.stdout.count("parameters, torch.float32") == 1
+    shape = json.loads((out / "run.json").read_text())["shape"]
+    assert shape["world_size"] == 2, shape
+    assert len(json.loads((out / "evaluation.json").read_text())["rewards"]["after"]) == 256
+    AutoModelForCausalLM.from_pretrained(out / "model")
+
+
+def test_one_process_cannot_stand_for_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["eval", "--model", "tiny", "--task", "digits"]) == 2
+    assert "eval runs in one process" in capsys.readouterr().err
+
+
 def test_lora_and_options_of_the_config(tmp_path: Path) -> None:
     arguments = "--model tiny --task copying --lora-r 2 --steps 1 --beta 0.1 --seed 3"
     rest = ["--epsilon_high", "0.28", "--num-iterations", "1", "--save_strategy", "steps"]

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from fused_grpo.advantages import AGGREGATIONS
@@ -137,7 +139,15 @@ class GRPOConfig(
         self.check_loss()
         self.check_loop()
         self.check_rollout()
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        if processes > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # else the processes would not find one another
         super().__post_init__()
+        if processes != self.world_size:
+            raise ValueError(
+                f"WORLD_SIZE={processes} processes were started, and this one is in a group of "
+                f"{self.world_size}: set use_cpu=True to train on CPUs, or start it by `torchrun`"
+            )
         self._check_generation_kwargs()
         self._check_batch()
         self.adaptive_kl()

@@ -146,23 +146,30 @@ def run(
         processing_class=tokenizer,
         peft_config=None if lora_rank is None else lora(lora_rank),
     )
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            "this command trains whole copies of a model: for FSDP write a script, see "
+            "docs/trainer-distributed.md"
+        )
     before = _held_out(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if lora_rank is not None:
         trainer.model = trainer.model.merge_and_unload()
     after = _held_out(trainer)
     out = Path(args.output_dir or ".")
-    trainer.model.config.use_cache = True  # the Trainer turns it off
-    trainer.model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
     result = passed(before, after, task.correct)
-    _write(out / EVALUATION_FILE, before, after, result)
     plot = None
-    if importlib.util.find_spec("matplotlib") is not None:
-        from fused_grpo.trainer.plot import draw, load
+    if trainer.is_world_process_zero():
+        trainer.model.config.use_cache = True  # the Trainer turns it off
+        trainer.model.save_pretrained(out / "model")
+        tokenizer.save_pretrained(out / "model")
+        _write(out / EVALUATION_FILE, before, after, result)
+        if importlib.util.find_spec("matplotlib") is not None:
+            from fused_grpo.trainer.plot import draw, load
 
-        title = f"{task.name}: held-out {_mean(before):.2f} -> {_mean(after):.2f}"
-        plot = draw(load([out]), out / "metrics.png", title=title)
+            title = f"{task.name}: held-out {_mean(before):.2f} -> {_mean(after):.2f}"
+            plot = draw(load([out]), out / "metrics.png", title=title)
+    trainer.accelerator.wait_for_everyone()
     seconds = time.perf_counter() - start
     return Summary(
         _mean(before),
