@@ -22,6 +22,7 @@ from benchmarks.implementations import IMPLEMENTATIONS, Implementation, exact, m
 
 @pytest.mark.parametrize("item", IMPLEMENTATIONS, ids=lambda i: i.key)
 def test_every_implementation_computes_the_same_loss(item):
+    """M8: Log-probabilities with a plain loss on top are among what is compared."""
     if reason := item.reason_to_skip(torch.bfloat16, quick=True):
         pytest.skip(reason)
     tiny = partial(synthetic_case, vocab=257, hidden=32, batch=4, length=12)

@@ -104,6 +104,7 @@ def test_import_without_triton_brings_in_nothing_heavy(probe):
 
 
 def test_the_loss_runs_without_triton_and_stays_light(probe):
+    """I11: Import and loss on a CPU, with triton made impossible to import."""
     assert probe["loss"] == pytest.approx(-1.0)  # ratio 1, advantage 1, mean over the tokens
     # torch itself may look for some of these; what the package adds is checked above.
     assert not (HEAVY - {"triton"}) & set(probe["late"])
