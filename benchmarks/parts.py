@@ -106,7 +106,7 @@ def scale(choice: Choice) -> Iterator[Job]:
     """Time per token and extra memory from 4k to 128k tokens."""
     quick, full = choice.settings.quick, choice.full
     for dtype in ("bf16", "fp32") if full else ("bf16",):
-        for tokens in (64, 256) if quick else scaling.TOKENS:
+        for tokens in (64,) if quick else scaling.TOKENS:
             measure = partial(scaling.run, tokens, dtype, choice.device, full, quick)
             yield Job(f"{dtype}, {tokens}", measure)
 

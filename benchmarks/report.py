@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks.report: --device cuda, but torch sees no GPU")
     silence_known_warnings()
-    choice = Choice(settings(args), args.device, "ours" if args.quick else args.memory)
+    choice = Choice(settings(args), args.device, args.memory)
     machine, start = measure.machine(args.device), time.perf_counter()
     command = shlex.join(["python", "-m", "benchmarks.report", *(argv or sys.argv[1:])])
     for part in args.only or (PARTS if args.render else default_parts(choice)):

@@ -220,7 +220,7 @@ def _value(axis: str, case: Case) -> str:
 
 LEGEND = (
     "Times are medians of rounds in which all implementations take turns in one process; ratios "
-    "are taken round by round (median, range). Ours is fed the padded batch unless it says counted; "
+    "are taken round by round (median, range). Ours is fed the padded batch unless it says so; "
     "others are fed what the column says, the counted tokens being picked out before the clock "
     "starts. Extra memory is the peak of a fresh process beyond the inputs, gradients included. "
     "Errors are against fp64 on the same inputs: loss absolute, log-probabilities in nats, "

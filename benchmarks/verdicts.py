@@ -130,20 +130,12 @@ def _why(case: Case, row: Case, other: Case, target: float) -> str:
     products, ours, theirs = count * case["gemm_s"], row["median_s"], other["median_s"]
     named = "the bare product" if count == 1 else "the three bare products"
     if ours <= products:
-        return (
-            f"already below {named} by `torch.mm` ({products:.2f} s); {other['name']} does the "
-            f"same products and holds all logits"
-        )
-    if products > target * theirs:
-        return (
-            f"{named} alone take {products:.2f} s, {products / theirs:.2f} of {other['name']}'s "
-            f"{theirs:.2f} s: no loss with fp32 accumulators gets there on this machine"
-        )
-    beside = ours - products
-    return (
-        f"{beside:.2f} s beside {named} ({products:.2f} s), of which {target:.2f} leaves room for "
-        + (f"{target * theirs - products:.2f} s")
-    )
+        return f"{ours:.2f} s are below {named} by `torch.mm`, {products:.2f} s, already"
+    room = target * theirs - products
+    if room < 0:
+        share = products / theirs
+        return f"{named} alone would be {share:.2f}: {products:.2f} s of {theirs:.2f} s"
+    return f"{ours - products:.2f} s beside {named}, the target leaves room for {room:.2f} s"
 
 
 def _gpu(case: Case, task: str, over: str, limit: float) -> Verdict:
