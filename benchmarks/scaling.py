@@ -77,6 +77,7 @@ def run(tokens: int, dtype: str, device: str, full: bool, quick: bool) -> dict[s
         case = spec.build()
         torch.save({f.name: getattr(case, f.name) for f in fields(case)}, path)
         del case
+        progress("timing, in fresh processes")
         for name, kind in KINDS.items():
             if not (name in QUICK if quick else full or tokens in kind.tokens):
                 continue
@@ -89,6 +90,7 @@ def run(tokens: int, dtype: str, device: str, full: bool, quick: bool) -> dict[s
             order = {"kind": name, "path": str(path)}
             command = [sys.executable, "-m", "benchmarks.scaling", json.dumps(order)]
             rows.append({"kind": name, **run_fresh(command)})
+        progress("timed")
     size = {"tokens": tokens, "vocab": vocab, "width": width, "dtype": dtype}
     return {"key": f"{dtype}, {tokens}", **size, "rows": rows, "skipped": skipped}
 

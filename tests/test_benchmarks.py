@@ -111,7 +111,7 @@ def test_the_exact_answer_is_that_of_autograd_in_fp64(
 
 
 def gradient_tolerance(item: Implementation) -> float:
-    """Routed gradients are one random draw: tests of their own hold them to their mean and variance."""
+    """Routed gradients are one random draw; other tests hold them to their mean and variance."""
     return 0.02 if item.name == ROUTED else 1e-5
 
 
