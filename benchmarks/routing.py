@@ -27,9 +27,11 @@ def run(temperature: float, rounds: int, quick: bool) -> dict[str, Any]:
     """All tau at one temperature."""
     tiny = Spec(tokens=48, vocab=257, width=32, dtype="fp32", temperature=temperature)
     case = tiny.build() if quick else real_case(temperature)
+    progress("timing, in turns with exact gradients")
     rows = [
         measure(case, exponent, rounds) for exponent in (EXPONENTS[-2:] if quick else EXPONENTS)
     ]
+    progress("timed")
     return {
         "key": f"T={temperature:g}",
         "temperature": temperature,
