@@ -158,8 +158,8 @@ def table(cases: list[Case]) -> str:
     for case in cases:
         data = f"{case['dtype']}, T = {case['spec']['temperature']:g}"
         for v in judge(case):
-            digits = 2 if v.target >= 0.1 else (1 if v.target >= 0.001 else 0)
-            show = f"{{:.{digits}%}}" if digits == 1 else ("{:.2f}" if digits == 2 else "{:.0e}")
+            # ratios, shares, and nats
+            show = "{:.2f}" if v.target >= 0.1 else "{:.2%}" if v.target > 1e-3 else "{:.0e}"
             value = "-" if v.value is None else show.format(v.value)
             target = show.format(v.target)
             lines.append([data, v.what, v.over, value, target, v.outcome, v.with_extras or "-"])
