@@ -35,6 +35,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     ),
     "scaling-all": ("scaling", lambda found: tables.scaled(found["cases"])),
     "verdicts": ("loss", lambda found: verdicts.table(found["cases"])),
+    "summary": ("loss", lambda found: verdicts.summary(found["cases"])),
     "skipped": ("loss", lambda found: tables.skipped(found["cases"])),
     "machine": ("loss", tables.about),
     "routing": ("routing", lambda found: routing.page(found["cases"])[0]),

@@ -129,7 +129,7 @@ def tasks(cases: list[Case], dtype: str = "bf16") -> str:
     shown = {OURS: "fused-grpo", ROUTED: SHOWN[1][2]} | shown
     head, lines = [dtype], []
     for task in found:
-        head += [f"{names[task]}: time (s)", "ours / it", "memory (MB)", "error"]
+        head += [f"{names[task]}: time (s)", "ours / it", "error"]
     for name, text in shown.items():
         cells = [text]
         for task, rows in found.items():
@@ -142,9 +142,9 @@ def tasks(cases: list[Case], dtype: str = "bf16") -> str:
 
 def _task(row: Row | None, error: str) -> list[str]:
     if row is None:
-        return ["-"] * 4
+        return ["-"] * 3
     cells = [seconds(row["median_s"]), f"{row['ours_over_it']['median']:.2f}"]
-    return [*cells, megabytes(row.get("peak_bytes")), f"{row['errors'][error]:.0e}"]
+    return [*cells, f"{row['errors'][error]:.0e}"]
 
 
 def skipped(cases: list[Case]) -> str:

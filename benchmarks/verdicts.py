@@ -51,6 +51,12 @@ class Verdict:
         return self.value is not None and self.value <= self.target
 
     @property
+    def shown(self) -> tuple[str, str]:
+        """Value and target as text: ratios, shares, or nats."""
+        show = "{:.2f}" if self.target >= 0.1 else "{:.2%}" if self.target > 1e-3 else "{:.0e}"
+        return "-" if self.value is None else show.format(self.value), show.format(self.target)
+
+    @property
     def outcome(self) -> str:
         if self.value is None:
             return "not measured"
@@ -158,13 +164,23 @@ def table(cases: list[Case]) -> str:
     for case in cases:
         data = f"{case['dtype']}, T = {case['spec']['temperature']:g}"
         for v in judge(case):
-            # ratios, shares, and nats
-            show = "{:.2f}" if v.target >= 0.1 else "{:.2%}" if v.target > 1e-3 else "{:.0e}"
-            value = "-" if v.value is None else show.format(v.value)
-            target = show.format(v.target)
+            value, target = v.shown
             lines.append([data, v.what, v.over, value, target, v.outcome, v.with_extras or "-"])
     head = ["case", "ours", "over", "measured", "at most", "", "over the fastest of all"]
     return markdown(head, lines)
+
+
+def summary(cases: list[Case]) -> str:
+    """How many targets are met, and which are not, in one sentence."""
+    found = [(case["dtype"], v) for case in cases for v in judge(case)]
+    missed = [
+        f"{dtype} {v.what} over {v.over} ({v.shown[0]} for {v.shown[1]})"
+        for dtype, v in found
+        if v.value is not None and not v.holds
+    ]
+    met = sum(v.holds for _, v in found)
+    text = f"Of {len(found)} ratios and errors that were aimed at, {met} are met"
+    return f"{text}; missed: {'; '.join(missed)}." if missed else text + "."
 
 
 def page(cases: list[Case]) -> list[str]:
