@@ -115,7 +115,7 @@ def tau(choice: Choice) -> Iterator[Job]:
     """Routed gradients: error and time against tau, on tokens of low and of higher entropy."""
     quick = choice.settings.quick
     for temperature in (0.6, 1.0):
-        measure = partial(routing.run, temperature, 1 if quick else 3, quick)
+        measure = partial(routing.run, temperature, 1 if quick else 2, quick)
         yield Job(f"T={temperature:g}", measure)
 
 
