@@ -67,9 +67,8 @@ def tasks(choice: Choice) -> Iterator[Job]:
     base = TINY if choice.settings.quick else Spec(source="real")
     for dtype in ("bf16", "fp32") if choice.full else ("bf16",):
         for task in ("logprobs", "frozen"):
-            yield _job(
-                choice, replace(base, dtype=dtype, task=task, device=choice.device), rounds=3
-            )
+            spec = replace(base, dtype=dtype, task=task, device=choice.device)
+            yield _job(choice, spec, rounds=3, memory=choice.full)
 
 
 # axis -> values by default, and those that --full adds
