@@ -53,4 +53,3 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         return up + target if files.get_file_from_path(target) else match[0]
 
     return LINK.sub(inside, markdown)
-

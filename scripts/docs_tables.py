@@ -1,6 +1,6 @@
-"""The table of arguments in docs/api/arguments.md: `python scripts/docs_tables.py` (--check: compare).
+"""The tables of docs/api/arguments.md: `python scripts/docs_tables.py` (--check: compare).
 
-It stands between `<!-- arguments -->` and `<!-- end -->`, and says what the fields say.
+They stand between `<!-- arguments -->` and `<!-- end -->`, and say what the fields say.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _default(field: Field[Any]) -> str:
 def tables() -> str:
     lines = []
     for title, rows in arguments().items():
-        lines += [f"## {title}", "", "| argument | default | |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| argument | default | what |", "|---|---|---|"]
         for field in rows:
             text = " ".join(str(field.metadata.get("help", "")).split()).replace("|", "\\|")
             lines.append(f"| `{field.name}` | `{_default(field)}` | {text} |")
