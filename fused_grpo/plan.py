@@ -40,7 +40,7 @@ LOSSES = ("fused-grpo", "fused-grpo, routed", "TRL 1.16", "eager")
 RESERVE = 0.06
 # What libraries take on a CPU beside operands: for a product (measured: 6 to 20 MB), and to sort
 # the entries that routed gradients keep, per entry.
-_PRODUCT_BYTES, _SORT_BYTES = 12 * 2**20, 44
+_PRODUCT_BYTES, _SORT_BYTES = 12 * 2**20, 24
 _LONGEST = 2**24
 
 

@@ -315,6 +315,9 @@ def _entries(
     return Entries(row, column, value, logs if log_p else None, slope, dense, statistics.T)
 
 
+_ADDED_ROWS = 4096
+
+
 class Gradients:
     """Adds up the gradients of the kept entries: dh by rows, dW at once from all entries."""
 
@@ -419,7 +422,9 @@ class Gradients:
         if self._weight_grad is None:
             self._weight_grad = more
         else:
-            self._weight_grad = self._weight_grad.to(self.dtype).add_(more)
+            self._weight_grad = total = self._weight_grad.to(self.dtype)
+            for rows in slices(len(total), _ADDED_ROWS):  # which would be copied whole, as fp32
+                total[rows] += more[rows]
 
     def add_exact(self, exact: HeadResult) -> None:
         """What the exact path has found: other tokens' dh, and the rest of dW and db."""

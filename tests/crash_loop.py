@@ -114,6 +114,7 @@ def result(folder: Path) -> tuple[dict[str, torch.Tensor], list[str], list[str]]
 def main(root: Path, wanted: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     rng, began = random.Random(seed), time.monotonic()
+    root.mkdir(parents=True, exist_ok=True)
     assert os.waitpid(start(root / "whole"), 0)[1] == 0, (root / "whole.log").read_text()
     expected = result(root / "whole")
     kills = inside = runs = 0

@@ -31,6 +31,7 @@ EACH = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "Linear"]}  # the
 ADAM = {"optim": "adamw_torch", "adam_epsilon": 0.01}  # small gradients stay small
 
 MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
+ADAPTIVE = {"use_adaptive_kl": True, "kl_horizon": 16}
 
 # what a rank does, and one process with all the data as well
 CASES: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "full KL": {"beta": 0.1, "kl_estimator": "full"},
     "head by itself": {"untied": True, "fsdp": EACH, "beta": 0.1, "kl_estimator": "full"},
     "routed head": {"backward": "routed", "route_tau": 0.0, "untied": True},
-    "resumed": {"resume": True, "beta": 0.1, "max_grad_norm": 0.5, **ADAM},
+    "resumed": {"resume": True, **MOVING, **ADAPTIVE, "max_grad_norm": 0.5, **ADAM},
     "resumed from shards": {"resume": True, "sharded": True, **ADAM, **MOVING},
 }
 

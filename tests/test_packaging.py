@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
-# Prints what `import fused_grpo` brought in and cost on top of torch. CPU time, because other
+# Prints what importing all names brought in and cost on top of torch. CPU time, because other
 # processes may be using the cores while the tests run.
 IMPORT_PROBE = """
 import importlib.abc, json, sys, time
@@ -40,6 +40,7 @@ import torch
 before = set(sys.modules)
 start = time.process_time()
 import fused_grpo
+from fused_grpo import *
 seconds = time.process_time() - start
 added = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
 out = fused_grpo.grpo_loss(
@@ -210,3 +211,23 @@ def test_locks_cover_what_the_project_asks_for():
     for extra in ("bench", "docs"):
         more = {canonical(line) for line in pins(f"requirements-{extra}.lock")}
         assert {canonical(r) for r in extras[extra]} - {"fused-grpo"} <= locked | more
+
+
+def test_names_are_found_when_they_are_asked_for() -> None:
+    """All of them, and none by another name than it is exported under."""
+    assert set(fused_grpo.__all__) == set(fused_grpo._MODULES)
+    assert set(fused_grpo.__all__) <= set(dir(fused_grpo))
+    for name in fused_grpo.__all__:
+        assert getattr(fused_grpo, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'grpo_los'"):
+        _ = fused_grpo.grpo_los
+
+
+def test_planning_does_without_torch() -> None:
+    """Its import takes longer than everything else that `fused-grpo plan` does."""
+    command = ["plan", "--model", "Qwen3-8B", "--context", "131072", "--gpu-memory", "80"]
+    code = f"import sys; from fused_grpo.cli import main; main({command})"
+    code += "; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "longest context" in done.stdout

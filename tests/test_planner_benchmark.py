@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-from benchmarks import planner
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # benchmarks/ is run from the root, and not installed
+from benchmarks import planner  # noqa: E402
 
 RESULTS = Path(planner.__file__).parent / "results"
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_grpo.integrations.models import LanguageModelHead, causal_lm
-from fused_grpo.linear_support import linear_support
 from fused_grpo.loss import GRPOLossOutput, grpo_loss, linear_logprobs
+from fused_grpo.sampler_support import linear_support
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.packing import Packing, packed_inputs
 from fused_grpo.trainer.rollout import Sample, positions

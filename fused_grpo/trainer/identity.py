@@ -46,6 +46,7 @@ SILENT = (
     *("project", "trackio", "include", "dataloader", "skip_memory", "debug", "torch_empty"),
     *("server_", "vllm_server", "sglang_server", "weight_sync_dir"),
     *("ddp", "use_cpu", "model_init_kwargs", "max_failed", "max_nonfinite"),
+    *("progress", "run_warning", "num_completions"),
 )
 
 

@@ -28,6 +28,7 @@ from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.controls import Controls
 from fused_grpo.trainer.durable import DurableTrainer
+from fused_grpo.trainer.held_out import greedy_rewards
 from fused_grpo.trainer.metrics import (
     MetricLog,
     completion_metrics,
@@ -37,13 +38,12 @@ from fused_grpo.trainer.metrics import (
 from fused_grpo.trainer.monitor import Monitor
 from fused_grpo.trainer.packing import check_packing
 from fused_grpo.trainer.policy import Policy, SyncReference
-from fused_grpo.trainer.rewards import RewardFunc, reward_name, score
+from fused_grpo.trainer.rewards import RewardFunc, reward_name
 from fused_grpo.trainer.rollout import Rollout
 from fused_grpo.trainer.rollouts import make_rollout
 from fused_grpo.trainer.sampler import GroupSampler
 from fused_grpo.trainer.sharding import (
     check_distribution,
-    check_weights,
     has_weights,
     use_fsdp_on_cpu,
 )
@@ -323,8 +323,8 @@ class GRPOTrainer(DurableTrainer):
             parts = [self.evaluate(d, None, f"{metric_key_prefix}_{n}") for n, d in dataset.items()]
             return {name: value for part in parts for name, value in part.items()}
         start = time.perf_counter()
-        rewards, lengths, ended = self._greedy(dataset)
-        self.eval_rewards = rewards  # of each prompt, in an order that the dataset alone decides
+        rewards, lengths, ended = greedy_rewards(self, dataset)
+        self.eval_rewards = rewards  # of each prompt; see `greedy_rewards`
         total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {
             **reward_metrics(rewards, total, self.collector.reward_names, None),
@@ -336,31 +336,3 @@ class GRPOTrainer(DurableTrainer):
             self.log(dict(out))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, out)
         return out
-
-    def _greedy(self, dataset: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """([n, F] rewards, [n] lengths, [n] whether it ended) over the rows of all processes."""
-        check_weights(self.model)
-        args = self.args
-        rows = [dataset[i] for i in range(args.process_index, len(dataset), args.world_size)]
-        rows.sort(key=lambda row: len(str(row["prompt"])))  # less padding
-        size = args.eval_batch_size
-        # as many on every process: a sharded model's forward passes need all of them
-        most = -(-len(dataset) // args.world_size)
-        batches: Any = [rows[i : i + size] for i in range(0, most, size)]
-        self.callback_handler.eval_dataloader = batches  # the progress bar asks for its length
-        results: list[tuple[list[float], int, bool]] = []
-        self.sampler.sync(self.model)
-        for batch in batches:
-            prompts = [row["prompt"] for row in batch or [dataset[0]]]
-            sample = self.sampler(self.model, prompts, greedy=True)
-            if not batch:
-                continue
-            calls = args.reward_calls
-            scored = score(self.reward_funcs, batch, sample, self.processing_class, **calls)
-            rewards = scored.tolist()
-            lengths = sample.completion_mask.sum(1).tolist()
-            results += zip(rewards, lengths, sample.ended.tolist(), strict=True)
-            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-        columns = zip(*gather_object(results), strict=True)
-        all_rewards, all_lengths, all_ended = (torch.tensor(column) for column in columns)
-        return all_rewards, all_lengths, all_ended
