@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +253,12 @@ def check_yaml(code: str) -> None:
     """A configuration of accelerate, by its own class."""
     from accelerate.commands.config.config_args import load_config_from_file
 
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
     Path("config.yaml").write_text(code)
-    load_config_from_file("config.yaml")
+    config: Any = load_config_from_file("config.yaml")
+    known = {f.name.removeprefix("fsdp_") for f in fields(FullyShardedDataParallelPlugin)}
+    assert not {key for key in config.fsdp_config if key.removeprefix("fsdp_") not in known}
 
 
 def check_json(code: str) -> None:

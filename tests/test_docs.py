@@ -56,6 +56,9 @@ AFTERWARDS: dict[str, Callable[[dict[str, Any], str], bool]] = {
     "docs/trainer-rollouts.md": lambda names, out: names["trainer"].state.global_step == 2,
 }
 
+# Commands whose output is shown in the block of text after them.
+SHOWN = "fused-grpo plan"
+
 # Pages without a block to run.
 SILENT = {f"docs/api/{name}.md" for name in ("loss", "trainer", "integrations", "arguments")}
 SILENT |= {"docs/how-it-works.md", "docs/kernels.md", "docs/trainer.md"}
@@ -134,7 +137,8 @@ def test_code_blocks(page: Path, apart: None, capsys: pytest.CaptureFixture[str]
     runnable = [block for block in blocks if block.language != "text"]
     assert bool(runnable) == (relative(page) not in SILENT)
     names = doc_blocks.stand_ins()
-    for block in blocks:
+    printed = last = err = ""
+    for before, block in zip([None, *blocks], blocks, strict=False):
         assert block.language in LANGUAGES, f"{block.where}: no language"
         if block.language == "python":
             with group_of_one() if relative(page) in IN_A_GROUP else nullcontext():
@@ -145,9 +149,12 @@ def test_code_blocks(page: Path, apart: None, capsys: pytest.CaptureFixture[str]
             doc_blocks.check_yaml(block.code)
         elif block.language == "json":
             doc_blocks.check_json(block.code)
-    printed = capsys.readouterr()
-    assert "Traceback" not in printed.err
-    assert AFTERWARDS.get(relative(page), lambda *_: True)(names, printed.out)
+        elif before and before.code.startswith(SHOWN):
+            assert block.code == last.strip(), f"{block.where}: it prints something else"
+        last, more = capsys.readouterr()
+        printed, err = printed + last, err + more
+    assert "Traceback" not in err
+    assert AFTERWARDS.get(relative(page), lambda *_: True)(names, printed)
 
 
 def test_every_exception_is_needed() -> None:
@@ -157,6 +164,13 @@ def test_every_exception_is_needed() -> None:
         assert any(start in line for line in text[page].split("\n")), start
     for page, old, _ in SMALLER:
         assert old in text[page]
+
+
+def test_the_commands_of_contributing(apart: None) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    lines = re.findall(r"^    (?:[A-Z_]+=\S+ )?(?:make|pip|python) .*$", text, re.M)
+    assert len(lines) >= 12
+    run_commands(Block("CONTRIBUTING.md", 1, "bash", "\n".join(lines)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
@@ -227,15 +241,3 @@ def test_the_table_of_arguments_is_what_the_fields_say(monkeypatch: pytest.Monke
     text = docs_tables.PAGE.read_text()
     assert docs_tables.filled(text) == text, "run scripts/docs_tables.py"
     assert not re.search(r"\| +\|$", docs_tables.tables(), re.M), "an argument without its help"
-
-
-def test_the_table_of_precision_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    import json
-
-    from benchmarks import precision
-
-    text = precision.PAGE.read_text()
-    results = json.loads(precision.COMMITTED.read_text())
-    assert precision.filled(text, results) == text, "run python -m benchmarks.precision --table"
-    assert len(results["rows"]) >= 10
