@@ -252,7 +252,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 def check_yaml(code: str) -> None:
     """A configuration of accelerate, by its own class."""
     from accelerate.commands.config.config_args import load_config_from_file
-
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     Path("config.yaml").write_text(code)
