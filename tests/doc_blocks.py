@@ -180,7 +180,7 @@ def _quick(words: list[str]) -> bool:
 
 
 def check_make(words: list[str]) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     variables = re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.M)
     for word in words:
         assert word in targets or word.split("=")[0] in variables, word
