@@ -21,16 +21,18 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 key = $(shell (pwd; cat pyproject.toml $(1)) | cksum | cut -d' ' -f1)
 DEV := $(VENV)/.dev-$(call key,requirements-dev.lock requirements-model.lock)
 BENCH := $(VENV)/.bench-$(call key,requirements-dev.lock requirements-bench.lock)
+DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test lint format bench bench-regression gate gpu clean distclean
+.PHONY: help install demo test lint format docs bench bench-regression gate gpu clean distclean
 
 help:
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
 	@echo "make test       run the tests                              (PYTEST_ARGS='-k trainer -n 0')"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
+	@echo "make docs       build the site of docs/ into site/, strictly"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
 	@echo "make bench-regression   time ours, and compare with the last time"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
@@ -54,6 +56,10 @@ $(BENCH): $(DEV)
 	$(PIP) --no-deps --upgrade --target $(VENV)/verl verl==0.9.1
 	@rm -f $(VENV)/.bench-* && touch $@
 
+$(DOCS): $(DEV)
+	$(PIP) -r requirements-docs.lock
+	@rm -f $(VENV)/.docs-* && touch $@
+
 demo: $(DEV)
 	$(BIN)/fused-grpo train $(TRAIN_ARGS)
 
@@ -68,6 +74,10 @@ lint: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# mkdocs-material would print an announcement of its makers in front of the warnings
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(BENCH)
 	VERL_PATH=$(VENV)/verl $(BIN)/python -m benchmarks.report $(BENCH_ARGS)
@@ -88,7 +98,7 @@ gpu:
 	exit $$status
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

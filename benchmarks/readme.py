@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import planner, routing, tables, verdicts
+from benchmarks import planner, precision, routing, tables, verdicts
 from benchmarks.parts import AXES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +39,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "skipped": ("loss", lambda found: tables.skipped(found["cases"])),
     "machine": ("loss", tables.about),
     "routing": ("routing", lambda found: routing.page(found["cases"])[0]),
+    "precision": ("precision", precision.table),
     "planner": ("planner", lambda found: planner.table(found["rows"])),
 }
 TABLES |= {

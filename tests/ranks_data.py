@@ -119,7 +119,7 @@ def needs_of(scheme: str) -> dict[str, Any]:
 
 
 def ddp_reductions() -> None:
-    """Every scheme and every preset, averaged by DDP."""
+    """D1, R3: Every scheme and every preset, averaged by DDP."""
     ours, alone = DistributedDataParallel(net()), net()
     mine, union = Data(), Data(ALL_ROWS)
     for scheme in (*SCHEMES, *PRESETS):
@@ -210,7 +210,7 @@ def sharded(model: Any, **how: Any) -> Any:
 
 
 def fsdp(tied: bool, reduction: str, frozen: bool = False) -> None:
-    """The head inside the module's forward. Unreduced losses compute the logits again in the
+    """D4: The head inside the module's forward. Unreduced losses compute the logits again in the
     backward, after the weight has been resharded."""
     ours, alone = net(tied), net(tied)
     if frozen:
@@ -290,7 +290,7 @@ def fsdp_of_transformers(tied: bool) -> None:
 
 
 def dtensor_directly() -> None:
-    """A sharded weight given from outside of its module's forward."""
+    """D4: A sharded weight given from outside of its module's forward."""
     alone = net()
     ours = net()
     body = fully_shard(ours.body)
@@ -439,6 +439,7 @@ class GatheredModule(nn.Module):
 
 
 def zero3(tied: bool, reduction: str) -> None:
+    """D2: A weight that is partitioned between its forward and its backward is gathered in both."""
     ours, alone = net(tied), net(tied)
     parameters = dict(ours.named_parameters())
     for p in parameters.values():

@@ -289,8 +289,8 @@ def lone_nan_token() -> None:
 
 
 def number_of_collectives() -> None:
-    """Three a chunk, for tokens that learn and tokens that do not, one for the metrics and one to
-    begin with; dense rows add their pass's, of which all ranks have the same."""
+    """D3: Three a chunk, for tokens that learn and tokens that do not, one for the metrics and one
+    to begin with; dense rows add their pass's, of which all ranks have the same."""
     call = part_of(leaves(48))
     for tau, dense in ((TAU, 0.0), (1e-10, 1.0)):
         calls = []

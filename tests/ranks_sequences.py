@@ -90,6 +90,7 @@ for name, objective in OBJECTIVES.items():
 
 
 def reductions(objective: dict[str, Any], reduction: dict[str, Any]) -> None:
+    """D8, S14: Tokens of a sequence on several ranks: the divisors are of all of them."""
     check(make(objective, reduction, {}))
 
 
@@ -200,7 +201,7 @@ def no_gradients() -> None:
 
 
 def number_of_collectives() -> None:
-    """The same on every rank, whatever tokens and chunks it has."""
+    """D3, D8: The same on every rank, whatever tokens and chunks it has."""
     full = make(SEQUENCE | {"beta": 0.1}, {}, CORRECTIONS["sequence_mask"])
     with counted_collectives() as called:
         check(full)

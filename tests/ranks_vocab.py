@@ -213,7 +213,7 @@ def not_a_number() -> None:
 
 
 def number_of_collectives() -> None:
-    """Two a chunk and one to begin with, for tokens that learn and tokens that do not."""
+    """D3: Two a chunk and one to begin with, for tokens that learn and tokens that do not."""
     full = case_of()
     part = vocab_part(full, rows_of(full))
     calls = []

@@ -42,7 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "PhiForCausalLM", "CohereForCausalLM"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_lora_on_the_head(name: str, family: str) -> None:
-    """With a bias (Phi) and scaled logits (Cohere); gradients of both factors, and of the trunk."""
+    """I1: with a bias (Phi), scaled logits (Cohere); gradients of both factors and of the trunk."""
     model = wrapped(lora(**CONFIGS[name]), family)
     verify_head(model)
     head = head_of(model)
@@ -146,6 +146,7 @@ def test_the_inputs_and_vocabulary_of_a_head_that_is_cut() -> None:
 
 
 def test_a_fully_trained_copy_is_the_head() -> None:
+    """D6: Of PEFT's modules_to_save the active copy counts."""
     model = wrapped(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     weight = head_of(model).weight
     assert weight.requires_grad
@@ -235,6 +236,7 @@ def trained_tokens() -> nn.Module:
     ],
 )
 def test_other_methods_raise(make: Any, message: str) -> None:
+    """I1: No adapter on the head is silently left out."""
     with pytest.raises(ValueError, match=message):
         head_of(make())
 

@@ -61,6 +61,7 @@ def test_auto_is_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_by_name_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I14: whether a backend can do a call is asked of it, and it gives the reason."""
     with pytest.raises(ValueError, match=r"backend=\"triton\".*fp64"):
         backends.choose("triton", *tensors(torch.float64))
     from triton import knobs
@@ -235,7 +236,7 @@ def test_fixed_shapes_never_wait(
 
 
 def test_launches_go_to_the_device_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device, whatever its arguments are on."""
+    """D9: Triton launches on the current device, whatever its arguments are on."""
     entered = []
 
     @contextlib.contextmanager

@@ -117,6 +117,7 @@ def gradient_tolerance(item: Implementation) -> float:
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda i: i.key)
 def test_every_implementation_computes_the_same_loss(item: Implementation) -> None:
+    """M8: Log-probabilities with a plain loss on top are among what is compared."""
     if reason := item.reason_to_skip(replace(TINY, dtype="bf16"), quick=True):
         pytest.skip(reason)
     for spec in (TINY, replace(TINY, temperature=0.6, loss_type="grpo", beta=0.1)):

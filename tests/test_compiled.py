@@ -65,7 +65,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     ("name", "layout"), [("plain", "padded"), ("everything", "packed"), ("tensors", "padded")]
 )
 def test_loss(name: str, layout: str, reduction: str, backend: str) -> None:
-    """With work before and after it in the same graph; every result and every gradient."""
+    """I12: With work before and after it in the same graph; every result and every gradient."""
     options = LOSSES[name]
     case = make_case(dtype=torch.float32, vocab=61, ref="beta" in options, **options)
     case = pack(case) if layout == "packed" else case
@@ -106,6 +106,7 @@ def test_one_leaf_of_the_loss(reduction: str, trainable: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_logprobs(entropy: bool, backend: str) -> None:
+    """I12: Compiled as eager, for lengths that were not compiled before."""
     case = make_case(dtype=torch.float32, vocab=61, bias=True)
     targets = case.ids.masked_fill(~case.mask, -100)
 

@@ -66,7 +66,7 @@ SAMPLER = torch.tensor([[-1 - LOG2, -1.0], [-1.0, math.nan]], dtype=torch.float6
     ],
 )
 def test_numbers_by_hand(options: dict[str, Any], weights: list[list[float]]) -> None:
-    """The gradient of a fresh token is -A times its weight; an unknown log-prob is a ratio of 1."""
+    """T4: the gradient of a fresh token is -A times its weight; an unknown log-prob: ratio 1."""
     want = torch.tensor(weights, dtype=torch.float64)
     loss, gradient, _ = loss_of(SAMPLER, **options)
     signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
@@ -128,6 +128,7 @@ def test_statistics_of_equal_policies_are_zero() -> None:
 
 
 def test_statistics_of_nothing_and_of_unknowns_are_finite() -> None:
+    """T4: NaN from a sampler is a ratio of 1 in the statistics."""
     logps = -torch.rand(2, 3)
     for mask in (torch.zeros(2, 3), torch.tensor([[0, 0, 0], [1, 0, 1]])):
         for sampler in (logps, torch.full((2, 3), math.nan)):

@@ -31,6 +31,7 @@ def run(*arguments: str, env: dict[str, str] = ENVIRONMENT) -> subprocess.Comple
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_one_configuration_of_every_kernel_passes(target):
+    """K5: Registers, spills and shared memory of every kernel are inside the chip's limits."""
     done = run("-m", "fused_grpo_kernels.gate", "--one-each", "--target", target)
     assert done.returncode == 0, done.stdout + done.stderr
     kernels = {case.fn.__name__ for case in kernel_cases(TARGETS[target])}
@@ -152,6 +153,7 @@ def test_it_sees_faults(bad, target, kernel, fault):
 
 
 def test_a_table_is_committed_for_each_supported_release():
+    """K6: Each release of Triton that is supported has compiled all kernels."""
     names = {path.name for path in gate.TABLES.glob("static-gate-triton-*.json")}
     assert names >= {"static-gate-triton-3.6.json", "static-gate-triton-3.9.json"}
 

@@ -338,6 +338,7 @@ def test_autocast_and_gradient_checkpointing():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_a_device_that_is_not_the_current_one():
+    """D9: Launches go to the device of the tensors."""
     case = make_case(**SIZE, dtype=torch.bfloat16, beta=0.1)
     here = ours(on_device(case), backend="triton")
     with torch.cuda.device(1):
@@ -378,7 +379,7 @@ def test_more_tokens_than_a_grid_axis_holds(n):
 
 @only_on_gpu
 def test_offsets_beyond_32_bits():
-    """A weight of 2^31 elements and more, and hidden states of as many."""
+    """S4: A weight of 2^31 elements and more, and hidden states of as many."""
     _needs_memory(40)
     hidden, weight, targets = _plain(64, 1_000_000, 2304)
     targets[0] = weight.shape[0] - 1

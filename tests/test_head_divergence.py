@@ -567,6 +567,7 @@ REF = {"ref_hidden": torch.randn(B, T, H), "ref_weight": torch.randn(V, H)}
     ],
 )
 def test_bad_input(changes: dict[str, Any], names: str) -> None:
+    """I15: log-probabilities of a reference beside its hidden states are refused."""
     call = {
         "hidden": torch.randn(B, T, H),
         "weight": torch.randn(V, H),

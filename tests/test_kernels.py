@@ -6,7 +6,10 @@ GPUs launch.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fused_grpo_kernels import fold, forward
+from fused_grpo_kernels import fold, forward, pairs
 from fused_grpo_kernels.combine import combine
 from fused_grpo_kernels.gradients import logit_gradients
 from fused_grpo_kernels.registry import INTERPRETER, TARGETS, kernel_cases, target_of
@@ -164,7 +167,7 @@ SHAPES = pairwise(
 
 @pytest.mark.parametrize("row", SHAPES, ids=lambda r: f"{r['tokens']}-{r['vocab']}-{r['width']}")
 def test_statistics_of_both_products(row: dict[str, Any]) -> None:
-    """The fused product and torch's product with a fold give the same, which is float64's."""
+    """K1: The fused product and torch's product with a fold give the same, which is float64's."""
     row = dict(row)
     spread, store = row.pop("spread"), row.pop("store")
     head = Head(**row)
@@ -182,7 +185,7 @@ def test_statistics_of_both_products(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942"])
 def test_configurations_of_gpus(name: str, store: bool) -> None:
-    """Block sizes and tensor descriptors as launched there, on sizes that none of them divides."""
+    """K3: block sizes and descriptors of GPUs, one by one, on sizes none of them divides."""
     head = Head(130, 300, 80, torch.bfloat16, bias=True)
     for config in forward.configs(TARGETS[name], store):
         stats, exps = fused_statistics(head, True, store, config)
@@ -322,6 +325,7 @@ def test_tokens_without_a_coefficient_give_exact_zeros() -> None:
 
 
 def test_the_same_call_gives_the_same_bits() -> None:
+    """K3: Nothing adds up over calls or over launches."""
     head = Head(130, 257, 48, torch.bfloat16, bias=True)
     first, second = (fused_statistics(head, True, True) for _ in range(2))
     assert torch.equal(first[1], second[1])
@@ -334,7 +338,7 @@ def test_the_same_call_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_cases_describe_their_kernels(name: str) -> None:
-    """Every argument of a kernel is typed or constant, none twice, in every case."""
+    """K2: Every argument of a kernel is typed or constant, none twice, in every case."""
     cases = list(kernel_cases(TARGETS[name]))
     assert len({(case.name, case.dtype) for case in cases}) == len(cases)
     for case in cases:
@@ -377,3 +381,18 @@ def test_the_target_of_a_cpu_is_the_interpreter() -> None:
     assert target_of(torch.device("cpu")) == INTERPRETER
     with pytest.raises(ValueError, match="meta"):
         target_of(torch.device("meta"))
+
+
+def test_no_product_of_fp32_is_rounded_to_tf32() -> None:
+    """K4: every product says how precise it is; TF32 where both operands came as fp16 alone."""
+    for path in Path(forward.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot":
+                (said,) = [k.value for k in node.keywords if k.arg == "input_precision"]
+                assert ast.unparse(said) in ("'ieee'", "PRECISION"), path.name
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for hidden, weight, target in itertools.product(dtypes, dtypes, TARGETS.values()):
+        pair = torch.zeros(2, 4, dtype=hidden), torch.zeros(3, 4, dtype=weight)
+        precision = pairs.Operands(*pair, 128, torch.float32).switches(target)["PRECISION"]
+        if precision != "ieee":
+            assert hidden == weight == torch.float16

@@ -212,6 +212,7 @@ def parameters(function: Any, *leave_out: str) -> list[tuple[str, Any, Any]]:
 
 
 def test_signatures_are_ligers() -> None:
+    """I6: Those of the release that the lock pins."""
     assert importlib.metadata.version("liger-kernel") == "0.8.5"
     ours, theirs = FusedLinearGRPOLoss, LigerFusedLinearGRPOLoss
     assert parameters(ours) == parameters(theirs)
@@ -451,6 +452,7 @@ def test_published_positional_call() -> None:
 
 
 def test_a_reference_given_twice_warns_and_the_log_probs_count() -> None:
+    """I15: Which of them counts is decided and said, and is no exception."""
     batch = make_batch(reference="both").to(torch.float32)
     with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
         got = call(FusedLinearGRPOLoss, batch, beta=0.2)
@@ -553,7 +555,7 @@ def test_refused_tensors() -> None:
 def test_patch_replaces_every_import_and_unpatch_restores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of Liger and of TRL, whose releases import the class under its name or another."""
+    """I5: Of Liger and of TRL, whose releases import the class under its name or another."""
     trainer = ModuleType("trl.old_trainer")
     trainer.LigerFusedLinearGRPOLoss = LigerFusedLinearGRPOLoss  # type: ignore[attr-defined]
     mine = ModuleType("mine")

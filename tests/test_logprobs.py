@@ -192,7 +192,7 @@ def test_softcap_caps() -> None:
 @pytest.mark.both_backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_tiny_vocabularies(dtype: torch.dtype) -> None:
-    """N1: V = 1 has log-prob 0, entropy 0 and no gradient; V = 2 is a logistic regression."""
+    """N1, N15: V = 1 has log-prob 0, entropy 0 and no gradient; V = 2 is a logistic regression."""
     for options in ({}, {"softcap": 2.0}, {"temperature": 0.5}):
         compare(head((5,), 1, dtype=dtype), torch.zeros(5, dtype=torch.long), **options)
         compare(head((5,), 2, dtype=dtype), torch.tensor([0, 1, 1, 0, 1]), **options)

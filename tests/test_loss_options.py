@@ -283,6 +283,7 @@ def test_real_vocabulary(dtype: torch.dtype, layout: str) -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_real_vocabulary_plain_head(level: str) -> None:
+    """N15: no entry of a gradient is left out for being small."""
     case = make_case(
         rows=3,
         width=9,

@@ -225,7 +225,7 @@ def test_no_grad_logprobs_store_nothing_per_vocabulary_entry(entropy: bool) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_for_backward(kind: str) -> None:
-    """M2, M3: saved are gradients or inputs, and vectors: nothing else per vocabulary entry."""
+    """M2, M3, M10: gradients or inputs are saved, and vectors: nothing else of the vocabulary."""
     call = batch(width=256, **KINDS[kind])
     for name in ("hidden", "weight"):
         call[name].requires_grad_()
@@ -268,7 +268,7 @@ def work(call: dict[str, Any], frozen: tuple[str, ...] = ()) -> float:
 @pytest.mark.both_backends
 @pytest.mark.parametrize("kind", ["token", "token_old", "kl", "entropy", "sequence"])
 def test_one_pass_over_the_head(kind: str) -> None:
-    """Loss and both gradients in three products (6NHV): the logits are not recomputed."""
+    """M9: Loss and both gradients in three products (6NHV): the logits are not recomputed."""
     call = batch(**KINDS[kind])
     call["advantages"] = torch.tensor([1.0, 2.0, 0.5, 1.5])
     if "old_per_token_logps" in call:  # ratios near 1: nothing is clipped away

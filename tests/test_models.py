@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ def test_the_models_own_log_probabilities(family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
 def test_a_tied_head_is_the_embeddings_parameter(family: str) -> None:
+    """D11: A head without a weight of its own is found, and trains."""
     model = build(family, tie_word_embeddings=True)
     assert head_of(model).weight is model.get_input_embeddings().weight
 
@@ -127,6 +129,25 @@ def test_every_class_of_transformers_is_right_or_refused(
         assert name in refused, "it transforms hidden states between backbone and head"
 
 
+def test_what_the_model_takes_beside_the_ids_reaches_its_backbone() -> None:
+    """I4: images and their token types are lost where a backbone is called by hand."""
+    model = build("LlamaForCausalLM")
+    add_head_forward(model)
+    given, forward = {}, model.model.forward
+
+    def seen(
+        *args: Any, pixel_values: Any = None, token_type_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        given.update(pixel_values=pixel_values, token_type_ids=token_type_ids)
+        return forward(*args, **kwargs)
+
+    model.model.forward = seen
+    extra = {"pixel_values": torch.ones(1), "token_type_ids": torch.zeros(1, 3)}
+    model(input_ids=torch.tensor([[3, 4, 5]]), head_fn=lambda hidden, head: hidden, **extra)
+    for name, value in extra.items():
+        assert given[name] is value, name
+
+
 def test_head_forward_keeps_the_signature_and_survives_a_deep_copy() -> None:
     model = build("LlamaForCausalLM")
     add_head_forward(model)
@@ -151,6 +172,7 @@ def test_head_forward_keeps_the_signature_and_survives_a_deep_copy() -> None:
 
 
 def test_lora_is_looked_through_and_takes_part() -> None:
+    """I1: An adapter on the head is used and trained."""
     base = build("LlamaForCausalLM")
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     for name, parameter in model.named_parameters():
@@ -170,6 +192,7 @@ def test_lora_is_looked_through_and_takes_part() -> None:
 
 
 def test_prompt_learning_raises() -> None:
+    """I1: What a fused head would bypass is refused."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="prompt learning"):
         head_of(get_peft_model(build("LlamaForCausalLM"), config))

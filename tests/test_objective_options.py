@@ -303,6 +303,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ("options", "message"), REFUSED, ids=[str(number) for number in range(len(REFUSED))]
 )
 def test_what_is_refused_says_why(options: dict[str, Any], message: str) -> None:
+    """I2, I14: Refusals are pinned, so that none outlives its reason."""
     with pytest.raises((ValueError, TypeError), match=message):
         policy_loss(-torch.ones(2, 3), torch.ones(2), **options)
 

@@ -104,6 +104,7 @@ def test_import_without_triton_brings_in_nothing_heavy(probe):
 
 
 def test_the_loss_runs_without_triton_and_stays_light(probe):
+    """I11: Import and loss on a CPU, with triton made impossible to import."""
     assert probe["loss"] == pytest.approx(-1.0)  # ratio 1, advantage 1, mean over the tokens
     # torch itself may look for some of these; what the package adds is checked above.
     assert not (HEAVY - {"triton"}) & set(probe["late"])
@@ -191,7 +192,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert sources | {"fused_grpo/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
 
 
-@pytest.mark.parametrize("lock", ["dev", "model", "bench"])
+@pytest.mark.parametrize("lock", ["dev", "model", "bench", "docs"])
 def test_locks_pin_exact_versions(lock):
     lines = pins(f"requirements-{lock}.lock")
     assert lines
@@ -208,8 +209,9 @@ def test_locks_cover_what_the_project_asks_for():
     }
     wanted = {canonical(r) for r in PROJECT["dependencies"] + extras["dev"] + extras["demo"]}
     assert wanted - {"fused-grpo"} <= locked
-    bench = {canonical(line) for line in pins("requirements-bench.lock")}
-    assert {canonical(r) for r in extras["bench"]} - {"fused-grpo"} <= locked | bench
+    for extra in ("bench", "docs"):
+        more = {canonical(line) for line in pins(f"requirements-{extra}.lock")}
+        assert {canonical(r) for r in extras[extra]} - {"fused-grpo"} <= locked | more
 
 
 def test_names_are_found_when_they_are_asked_for() -> None:

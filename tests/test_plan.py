@@ -318,3 +318,13 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_commands(extra: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "Qwen3-8B", "--context", "1024", *extra]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_where_nothing_is_saved_the_plan_shows_it() -> None:
+    """M11: 64 tokens of a small model's vocabulary take less as eager logits than in our chunks."""
+    few, many = (
+        {name: loss_memory(n, 32_000, 768, loss=name).total for name in LOSSES}
+        for n in (64, 65_536)
+    )
+    assert few["eager"] < few["fused-grpo"]
+    assert many["eager"] > 100 * few["eager"] > many["fused-grpo"]

@@ -82,7 +82,8 @@ def first_step(run: GRPOTrainer) -> tuple[dict[str, torch.Tensor], float]:
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_loss_does_not_depend_on_the_accumulation(tmp_path: Path, loss_type: str) -> None:
-    """Groups of 4 are cut by micro-batches of 2; lengths are ragged; beta gives it a value."""
+    """R2, R3, R12, T3, T8: groups of 4 are cut by micro-batches of 2; lengths are ragged; beta
+    gives the loss a value."""
 
     def make(size: int, steps: int) -> GRPOTrainer:
         run = trainer(
@@ -156,6 +157,7 @@ def test_activation_checkpointing_and_autocast(tmp_path: Path, peft: Any) -> Non
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_ratio_is_one_on_fresh_samples_and_moves_afterwards(tmp_path: Path, peft: Any) -> None:
+    """S20, T7: Old log-probabilities of an unmoved policy are the new ones, exactly."""
     run = trainer(tmp_path, peft=peft, num_iterations=3, max_steps=3, learning_rate=5e-2)
     run.train()
     low, high = logs(run, "ratio/min"), logs(run, "ratio/max")
@@ -176,6 +178,7 @@ def test_old_log_probabilities_of_later_windows_are_those_that_sampled(tmp_path:
 
 
 def test_temperature_reaches_the_log_probabilities(tmp_path: Path) -> None:
+    """N9: Samples and log-probabilities at the same temperature: the ratio is 1."""
     run = trainer(tmp_path, temperature=0.5)
     sample = run.sampler(run.model, ["ab", "hello"])
     (batch,) = split(sample, sample.completion_mask, torch.zeros(2), 2)
@@ -234,6 +237,7 @@ def test_first_end_of_sequence_counts_and_nothing_after_it() -> None:
 
 
 def test_end_of_sequence_is_kept_where_it_is_the_padding_too(tmp_path: Path) -> None:
+    """S11: Masks are never read off the ids."""
     run = trainer(tmp_path)
     assert run.processing_class.pad_token_id == run.processing_class.eos_token_id
     with torch.no_grad():
@@ -248,6 +252,7 @@ def test_end_of_sequence_is_kept_where_it_is_the_padding_too(tmp_path: Path) -> 
 
 
 def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
+    """S19: Positions count from the first token of a prompt, not from its padding."""
     run = trainer(tmp_path)
     alone = run.sampler(run.model, ["ab"], greedy=True)
     beside = run.sampler(run.model, ["ab", "a much longer prompt than that"], greedy=True)
@@ -282,6 +287,7 @@ def test_the_checkpoints_own_sampling_options_are_not_used(tmp_path: Path) -> No
 
 
 def test_truncated_completions_leave_numerator_and_denominator(tmp_path: Path) -> None:
+    """R4: One mask decides what is summed and what it is divided by."""
     run = trainer(tmp_path, mask_truncated_completions=True)
     with torch.no_grad():
         run.model.lm_head.weight[0] *= 4
@@ -295,6 +301,7 @@ def test_truncated_completions_leave_numerator_and_denominator(tmp_path: Path) -
 
 
 def test_all_completions_truncated_gives_loss_zero(tmp_path: Path) -> None:
+    """R5: 0 / 0 is 0 here, with a graph and finite metrics."""
     run = trainer(tmp_path, mask_truncated_completions=True, generation_kwargs={"eos_token_id": 96})
     grads, loss = first_step(run)
     assert loss == 0
@@ -339,6 +346,7 @@ def test_conversations_go_through_the_chat_template(tmp_path: Path) -> None:
 
 
 def test_none_is_left_out_of_its_group(tmp_path: Path) -> None:
+    """T1: A reward of None is no 0: the others are compared, and the loss stays finite."""
     values = [1.0, None, 0.0, 1.0, None, None, None, None]
     run = trainer(tmp_path, lambda prompts, **_: values)
     (batch,) = run.collector([row for row in PROMPTS[:2] for _ in range(4)]).batches
@@ -498,6 +506,7 @@ def test_logs_and_metrics_file(tmp_path: Path) -> None:
 
 
 def test_entropy_and_dropout_are_those_of_the_policy_that_samples(tmp_path: Path) -> None:
+    """T10: Sampling, old log-probabilities and the loss see one policy: without dropout."""
     run = trainer(tmp_path, peft=LORA)
     rates = [m.p for m in run.model.modules() if isinstance(m, torch.nn.Dropout)]
     assert rates
@@ -510,6 +519,7 @@ def test_entropy_and_dropout_are_those_of_the_policy_that_samples(tmp_path: Path
 
 
 def test_evaluation_is_greedy_and_independent_of_batch_and_accumulation(tmp_path: Path) -> None:
+    """R8: It is no loss divided by an option of training, and needs no training before it."""
     results = []
     for size, steps in ((1, 1), (4, 2)):
         run = trainer(
@@ -547,6 +557,7 @@ def test_evaluation_is_greedy_and_independent_of_batch_and_accumulation(tmp_path
     ],
 )
 def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """T3: The message names what does fit."""
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
 

@@ -84,6 +84,7 @@ def completions(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """D1, R3, R12, T3: Gradients are averaged, and groups are cut in two."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = subprocess.run(
         [*command, __file__, str(tmp_path)], capture_output=True, text=True, timeout=200

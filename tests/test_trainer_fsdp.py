@@ -50,7 +50,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_train_as_one(two: Path, tmp_path: Path, name: str) -> None:
-    """Weights, metrics and an evaluation with uneven shares; the same bits on both ranks."""
+    """D1, D4: weights, metrics, an evaluation with uneven shares; the same bits on both ranks."""
     first, second = ranks(two, name)
     assert first["sharded"]
     for key, weight in first["weights"].items():

@@ -18,7 +18,7 @@ PROMPTS = ["ab", "hello", "x=1+2", "no", "q: a"]
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "local_token_mean"])
 def test_every_normaliser_is_that_of_the_optimizer_step(tmp_path: Path, scheme: str) -> None:
-    """16 rows at once or in four parts, some of them truncated and masked, with a KL."""
+    """R2, R3: 16 rows at once or in four parts, some of them truncated and masked, with a KL."""
 
     def make(size: int, steps: int) -> Any:
         run = scripted(
@@ -60,7 +60,7 @@ def test_a_mean_over_tokens_of_a_micro_batch_is_what_it_says(tmp_path: Path) -> 
 
 
 def test_iterations_and_generations_take_their_micro_batches_in_turn(tmp_path: Path) -> None:
-    """Two optimizer steps of two micro-batches each, three times over, then new samples."""
+    """R2: Two optimizer steps of two micro-batches each, three times over, then new samples."""
     run = scripted(
         tmp_path,
         PROMPTS,

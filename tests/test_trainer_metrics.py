@@ -93,7 +93,7 @@ def test_a_run_measures_what_is_promised(tmp_path: Path) -> None:
 
 
 def test_masked_completions_leave_the_metrics_of_tokens(tmp_path: Path) -> None:
-    """All but the ended completions are masked; what is logged is of those that count."""
+    """T11: All but the ended completions are masked; what is logged is of those that count."""
     run = watched_runs.make(tmp_path, mask_truncated_completions=True, max_steps=1)
     with torch.no_grad():
         run.model.lm_head.weight[0] *= 4

@@ -171,12 +171,19 @@ def test_another_run_is_refused(tmp_path: Path, changed: dict[str, Any], message
         trainer(tmp_path, **{"beta": 0.1, **changed}).train(resume_from_checkpoint=True)
 
 
-SEEN = {"progress": "lines", "run_warnings": False, "num_completions_to_print": 1}  # no bit moves
+SEEN: dict[str, Any] = {
+    "progress": "lines",
+    "run_warnings": False,
+    "log_completions": True,
+    "num_completions_to_print": 1,
+}  # no bit moves
 
 
 def test_what_has_merely_changed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     crash(tmp_path, 1, num_iterations=2)
-    run = trainer(tmp_path, num_iterations=2, num_generations=2, epsilon=0.3, logging_steps=2, **SEEN)
+    run = trainer(
+        tmp_path, num_iterations=2, num_generations=2, epsilon=0.3, logging_steps=2, **SEEN
+    )
     run.train(resume_from_checkpoint=True)
     (told,) = [r.message for r in caplog.records if r.message.startswith("changed since")]
     assert "num_generations: 4 -> 2" in told

@@ -77,6 +77,7 @@ def test_only_the_outputs_that_are_asked_for() -> None:
 
 
 def test_a_head_that_zero3_has_partitioned_is_refused() -> None:
+    """D2: Its weight has 0 elements outside of its forward: the message says so."""
     arguments = _arguments()
     arguments[1].ds_id = 0
     with pytest.raises(ValueError, match="ZeRO-3"):
@@ -87,6 +88,7 @@ def test_a_head_that_zero3_has_partitioned_is_refused() -> None:
 
 
 def test_the_patch_is_reversible_and_applied_once() -> None:
+    """I5: Patching twice, or over somebody else's patch, is noticed."""
     utils, kernels = (
         importlib.import_module("trl.trainer.utils"),
         importlib.import_module("trl.kernels"),
@@ -121,6 +123,7 @@ def test_other_versions_are_refused(
 
 
 def test_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6: A release whose function has changed is refused, not guessed at."""
     from trl.kernels import ChunkedLogProbFunction
 
     monkeypatch.setattr(ChunkedLogProbFunction, "forward", lambda ctx, hidden, weight: None)
@@ -332,7 +335,7 @@ def test_options_of_one_loss(loss_type: str, options: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("shape", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_importance_weights_of_vllm(loss_type: str, shape: str, tmp_path: Path) -> None:
-    """vLLM is not there, its weights are: as TRL's generation hands them to the loss."""
+    """R1: vLLM is not there, its weights are: as TRL's generation hands them to the loss."""
 
     def inputs(logps: Tensor) -> dict[str, Tensor]:
         ratio = _beside(torch.zeros(B, T), 0.5, 5).exp() * 1.2
@@ -351,7 +354,7 @@ def test_importance_weights_of_vllm(loss_type: str, shape: str, tmp_path: Path) 
 
 
 def test_what_a_tool_wrote_is_inert(tmp_path: Path) -> None:
-    """However unlikely it is: TRL multiplies by 0 what stands there."""
+    """I3: However unlikely it is: TRL multiplies by 0 what stands there."""
     tool_mask = torch.tensor([[1, 1, 0, 0, 1, 1], [1] * 6, [1, 0, 0, 1, 1, 1], [1] * 6])
     found = []
     for there in (-3.0, -300.0):
@@ -381,6 +384,7 @@ def test_the_adaptive_entropy_bonus_is_gated(open_gate: bool, tmp_path: Path) ->
 
 
 def test_the_experts_auxiliary_loss(tmp_path: Path) -> None:
+    """I2: It is part of the loss where the model makes it."""
     options = {"router_aux_loss_coef": 0.5}
     found = _losses(tmp_path, options, _old, kind="qwen2_moe")
     _same(found)
@@ -447,6 +451,7 @@ def test_evaluation_forms_no_gradients(tmp_path: Path) -> None:
 
 
 def test_every_option_of_grpo_config_is_classified() -> None:
+    """I2, R1: A new option is honoured or refused before it can be dropped."""
     common = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
     own = {f.name for f in dataclasses.fields(GRPOConfig)} - common
     assert own == trl_options.USED | trl_options.LEFT_TO_TRL

@@ -44,6 +44,7 @@ def program(folder: Path) -> None:
 
 
 def test_two_processes_train_as_with_trl(tmp_path: Path) -> None:
+    """D1: The loss runs inside the wrapped model, so that its hooks fire."""
     pytest.importorskip("trl", exc_type=ImportError)
     root = Path(__file__).parent.parent
     paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]

@@ -1,0 +1,170 @@
+"""Faults that users have met in comparable software, and the tests that keep them out of here.
+
+    python tests/bug_list.py
+
+writes docs/bug-list.md. A test says in its docstring which faults it keeps out, by their ids.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+DOCUMENT = FOLDER.parent / "docs" / "bug-list.md"
+
+SECTIONS = {
+    "N": "Numerics",
+    "S": "Shapes, masks, labels, indexing",
+    "R": "Reduction and normalisation",
+    "D": "Distributed and sharded weights",
+    "M": "Memory and speed",
+    "I": "Integration, autograd, API",
+    "K": "Kernels and their tools",
+    "T": "Trainer and rewards",
+}
+
+# id -> what went wrong for somebody
+ENTRIES = {
+    "N1": "columns that pad the last tile count in the softmax: log-probabilities above 0",
+    "N2": "NaN, or another result, when all logits are strongly negative",
+    "N4": "the k3 estimator overflows, and its gradient is 0 times infinity",
+    "N5": "a masked token that overflows makes gradients NaN, since masks multiply",
+    "N6": "NaN entropies where a class has no probability",
+    "N7": "the entropy bonus has no gradient",
+    "N8": "entropies without the temperature beside log-probabilities with it",
+    "N9": "the temperature is missing in the policy, the reference or the sampler",
+    "N10": "a softcap that caps nothing, or scale and cap in the wrong order",
+    "N11": "the head's bias counts several times",
+    "N12": "the weight's gradient loses digits with every chunk that is added in 16 bits",
+    "N13": "1 - p is rounded away for confident tokens: gradients of 0",
+    "N14": "a gradient passes through a buffer of 16 bits",
+    "N15": "small gradients are left out by default",
+    "N16": "fp16 logits overflow",
+    "N17": "a temperature of 0 divides",
+    "N18": "log-probabilities above 0 by rounding",
+    "N19": "accuracy falls off above 250,000 entries",
+    "S1": "no gradient below the head for inputs that are not contiguous",
+    "S3": "sliced hidden states crash",
+    "S4": "offsets beyond 2^31 elements wrap",
+    "S6": "vocabularies beyond a block's largest size are refused, or slow",
+    "S8": "ids outside the vocabulary give plausible numbers",
+    "S10": "a batch that is all masked has no graph",
+    "S11": "masks read off the padding id drop a real end of sequence",
+    "S13": "masks off by one are broadcast or crash",
+    "S14": "labels of the whole sequence beside a part of the hidden states",
+    "S15": "packed and padded inputs do not give the same",
+    "S16": "a mask of another length than the completions",
+    "S17": "logits taken for hidden states",
+    "S18": "zero gradients where few of many tokens count",
+    "S19": "padding on the left shifts positions",
+    "S20": "old and new log-probabilities differ at the first step",
+    "R1": "a fused path drops options silently",
+    "R2": "the divisor is wrong when sampling spans several optimizer steps",
+    "R3": "means of means: gradients depend on micro-batches and ranks",
+    "R4": "a mask in the numerator that the denominator does not know",
+    "R5": "0 / 0 where everything is masked",
+    "R6": "all tokens get the upstream gradient of the first",
+    "R8": "an evaluation's loss divided by an option of training",
+    "R9": "means over the batch where means over each sequence were meant",
+    "R11": "masked tokens move a statistic that others are centred on",
+    "R12": "a loss grows with accumulation or with the number of ranks",
+    "R13": "a loss type's reduction, or the bonus's, differs from where it comes from",
+    "R14": "bounds of the ratio taken for distances from 1",
+    "R15": "the corrected KL changes gradients on policy, unannounced",
+    "D1": "the loss bypasses the wrapped model: gradients are not averaged",
+    "D2": "a partitioned head has no elements, or is freed before the backward",
+    "D3": "ranks with more tokens call more collectives, and wait for ever",
+    "D4": "sharded weights are read as if they were whole",
+    "D5": "a flattened parameter reaches the loss",
+    "D6": "views of weights are modified; a trained copy of the head is not the one that is read",
+    "D7": "reading a weight without its module's forward skips the module's hooks",
+    "D8": "sequence parallelism: divisors of the wrong group",
+    "D9": "kernels launch on another device than their tensors'",
+    "D11": "a tied head has no weight of its own",
+    "M1": "memory of [tokens, vocabulary]",
+    "M2": "logits of prompts, and entropies that nobody asked for",
+    "M3": "the chunk size is ignored in training, or bounds nothing there",
+    "M4": "a frozen head's gradient is computed and thrown away",
+    "M6": "a chunk size that is slow, or exceeds its budget",
+    "M8": "slower than log-probabilities and a plain loss",
+    "M9": "a loop over rows",
+    "M10": "gradients of an entropy whose coefficient is 0",
+    "M11": "nothing is saved on a small model, and nobody says so",
+    "I1": "adapters on the head are ignored",
+    "I2": "options, auxiliary losses and objectives are dropped in the fused path",
+    "I3": "masks with holes are ignored",
+    "I4": "what a model takes beside the ids is not passed on",
+    "I5": "two patches of the same function",
+    "I6": "a new release has another signature",
+    "I7": "inputs of two dtypes fail, often only in the backward",
+    "I11": "triton is imported where it is not needed",
+    "I12": "compiled results are wrong, or compiled anew all the time",
+    "I13": "requires_grad is asked inside an operator, where it is always false",
+    "I14": "an error for what is supported by now",
+    "I15": "a reference given twice raises a warning as an error",
+    "K1": "interpreted kernels multiply bit patterns of bf16",
+    "K2": "an output that is not used aliases one that is",
+    "K3": "tuning runs kernels several times on the same buffers",
+    "K4": "fp32 products in TF32",
+    "K5": "kernels that do not compile, or do not fit into shared memory",
+    "K6": "versions of torch and triton that the code has not seen",
+    "T1": "a reward of None makes the loss 0 and its gradient NaN",
+    "T3": "groups and batch sizes that do not fit, without a word on what does",
+    "T4": "NaN log-probabilities of a sampler crash or pass through",
+    "T5": "truncated sampling biases ratios by the mass that was kept",
+    "T6": "groups without variance still have the gradient of the KL",
+    "T7": "clip ratios of 0 on policy, taken for a fault",
+    "T8": "loss 0 and gradient NaN with accumulation",
+    "T9": "advantages normalised over the batch, not over groups",
+    "T10": "dropout in the loss and not in the samples",
+    "T11": "sentinels of masked tokens in the metrics",
+}
+
+# id -> why no test here can keep it out
+ELSEWHERE = {
+    "D7": "Megatron's overlapped gathers are not supported; the loss belongs inside the model's "
+    "forward, where hooks fire (docs/integrations.md).",
+}
+
+ID = re.compile(rf"\b([{''.join(SECTIONS)}]\d{{1,2}})\b")
+
+
+def found() -> dict[str, list[str]]:
+    """id -> the tests (and cases that `test_distributed` runs on ranks) that name it."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    for path in sorted([*FOLDER.glob("test_*.py"), *FOLDER.glob("ranks_*.py")]):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                for name in ID.findall(ast.get_docstring(node) or ""):
+                    if node.name.startswith("test_") or path.name.startswith("ranks_"):
+                        tests[name].append(f"{path.stem}::{node.name.removeprefix('test_')}")
+    return tests
+
+
+def document() -> str:
+    """docs/bug-list.md."""
+    tests, lines = found(), [HEAD]
+    for letter, title in SECTIONS.items():
+        lines += [f"## {title}", "", "| | what went wrong elsewhere | tests |", "|---|---|---|"]
+        for name in (name for name in ENTRIES if name.startswith(letter)):
+            kept_out = ", ".join(f"`{test}`" for test in dict.fromkeys(tests.get(name, [])))
+            lines.append(f"| {name} | {ENTRIES[name]} | {kept_out or ELSEWHERE.get(name, '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+HEAD = f"""\
+# Faults of others, and the tests that keep them out
+
+{len(ENTRIES)} kinds of faults that users of comparable software have reported in public, and for
+each of them the tests that hold the right values here. `python tests/bug_list.py` reads them off
+the docstrings of the tests; a test fails when an entry has none.
+"""
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())
+    print(f"wrote {DOCUMENT}", file=sys.stderr)
