@@ -119,10 +119,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     path = COMMITTED
     if not args.table:
-        machine, specs = (
-            measure.machine("cpu"),
-            [Spec(source="real", dtype=name) for name in DTYPES],
-        )
+        machine = measure.machine("cpu")
+        specs = [Spec(source="real", dtype=name) for name in DTYPES]
         rows = [row for spec in specs for row in run(spec)]
         results = {"machine": machine, "case": specs[0].build().describe(), "rows": rows}
         path = result_path(machine, RESULTS, "precision").with_suffix(".json")
