@@ -402,6 +402,22 @@ def resident_growth(tokens: int, options: dict[str, Any]) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_come_in_few_sizes(dtype: torch.dtype) -> None:
+    """Libraries keep a program for each: if every chunk left out another number of tokens, memory
+    would grow with the tokens of a run."""
+    tokens, vocab, width = 3000, 300, 16
+    hidden = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    learns = torch.rand(1, tokens) < torch.linspace(0.1, 1, tokens)
+    ids = torch.randint(vocab, (1, tokens))
+    with MatmulCounter() as products:
+        out = grpo_loss(hidden, weight, ids, learns.float(), chunk_bytes=400_000)
+        out.loss.backward()
+    assert len(products.shapes) > 3, "the gradients' products were not seen"
+    assert len(products.shapes) < 20, sorted(products.shapes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
