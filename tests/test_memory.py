@@ -326,8 +326,11 @@ def test_masked_tokens_cost_nothing(level: str) -> None:
 @pytest.mark.both_backends(triton_if=lambda p: p["level"] == "token")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_tokens_that_cannot_learn_skip_the_backward(level: str) -> None:
-    """Advantage 0 (a group of equal rewards) or clipped: the forward's product alone."""
-    call = batch(importance_sampling_level=level)
+    """Advantage 0 (a group of equal rewards) or clipped: the forward's product alone.
+
+    In one chunk: those that learn are filled up to a multiple of 32 rows in each.
+    """
+    call = batch(importance_sampling_level=level) | {"chunk_bytes": 2**30}
     call["advantages"] = torch.tensor([0.0, 1.0, 0.0, 0.0])
     assert work(call) == pytest.approx(1.0 + 2.0 / 4)
     with torch.no_grad():
