@@ -2,7 +2,7 @@
 
     python tests/bug_list.py
 
-writes docs/bug-list.md. A test says in its docstring which faults it keeps out, by their ids.
+writes docs/bug-list.md. A test's docstring begins with the ids of the faults that it keeps out.
 """
 
 from __future__ import annotations
@@ -125,23 +125,43 @@ ENTRIES = {
 }
 
 # id -> why no test here can keep it out
-ELSEWHERE = {
-    "D7": "Megatron's overlapped gathers are not supported; the loss belongs inside the model's "
-    "forward, where hooks fire (docs/integrations.md).",
-}
+ELSEWHERE: dict[str, str] = {}
 
-ID = re.compile(rf"\b([{''.join(SECTIONS)}]\d{{1,2}})\b")
+ID = rf"[{''.join(SECTIONS)}]\d{{1,2}}"
+# What a docstring begins with: "N1: ...", "N1, N2: ..." or "N1."; further on it may mean others.
+IDS = re.compile(rf"({ID}(?:,\s+{ID})*)[:.]")
+# marks of tests that CI does not run
+NOT_IN_CI = ("pytest.mark.gpu", "pytest.mark.slow")
 
 
-def found() -> dict[str, list[str]]:
-    """id -> the tests (and cases that `test_distributed` runs on ranks) that name it."""
+def ids_of(function: ast.FunctionDef) -> list[str]:
+    """The entries that a test keeps out."""
+    found = IDS.match(ast.get_docstring(function) or "")
+    return [] if found is None else re.findall(ID, found[1])
+
+
+def _named(assign: ast.Assign, name: str) -> bool:
+    return any(isinstance(x, ast.Name) and x.id == name for x in assign.targets)
+
+
+def found(ci: bool = False) -> dict[str, list[str]]:
+    """id -> the tests (and cases that `test_distributed` runs on ranks) that name it.
+
+    `ci`: only those that need neither a GPU nor minutes.
+    """
     tests: dict[str, list[str]] = defaultdict(list)
     for path in sorted([*FOLDER.glob("test_*.py"), *FOLDER.glob("ranks_*.py")]):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef):
-                for name in ID.findall(ast.get_docstring(node) or ""):
-                    if node.name.startswith("test_") or path.name.startswith("ranks_"):
-                        tests[name].append(f"{path.stem}::{node.name.removeprefix('test_')}")
+        body = ast.parse(path.read_text()).body
+        of_module = [n for n in body if isinstance(n, ast.Assign) and _named(n, "pytestmark")]
+        for node in body:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            marks = " ".join(map(ast.unparse, [*of_module, *node.decorator_list]))
+            if ci and any(mark in marks for mark in NOT_IN_CI):
+                continue
+            if node.name.startswith("test_") or path.name.startswith("ranks_"):
+                for name in ids_of(node):
+                    tests[name].append(f"{path.stem}::{node.name.removeprefix('test_')}")
     return tests
 
 
