@@ -26,7 +26,7 @@ DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test lint format docs bench gate gpu clean distclean
+.PHONY: help install demo test lint format docs bench bench-regression gate gpu clean distclean
 
 help:
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
@@ -34,6 +34,7 @@ help:
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
 	@echo "make docs       build the site of docs/ into site/, strictly"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
+	@echo "make bench-regression   time ours, and compare with the last time"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
 	@echo "make gpu        on a GPU: doctor, tests and benchmark, with PYTHON as it is"
 	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
@@ -52,6 +53,7 @@ $(DEV):
 
 $(BENCH): $(DEV)
 	$(PIP) -r requirements-bench.lock
+	$(PIP) --no-deps --upgrade --target $(VENV)/verl verl==0.9.1
 	@rm -f $(VENV)/.bench-* && touch $@
 
 $(DOCS): $(DEV)
@@ -78,7 +80,11 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(BENCH)
-	$(BIN)/python -m benchmarks.loss $(BENCH_ARGS)
+	VERL_PATH=$(VENV)/verl $(BIN)/python -m benchmarks.report $(BENCH_ARGS)
+
+# Each run is saved in .benchmarks/ and compared with the one before, if there is one.
+bench-regression: $(BENCH)
+	$(BIN)/python -m pytest benchmarks/test_regression.py --benchmark-autosave --benchmark-compare $(PYTEST_ARGS)
 
 gate: $(DEV)
 	$(BIN)/python -m fused_grpo_kernels.gate $(GATE_ARGS)
@@ -88,7 +94,7 @@ gpu:
 	@status=0; \
 	$(GPU) -m fused_grpo.cli doctor || status=1; \
 	$(GPU) -m pytest -m gpu tests/test_gpu.py $(PYTEST_ARGS) || status=1; \
-	$(GPU) -m benchmarks.loss --device cuda $(BENCH_ARGS) || status=1; \
+	$(GPU) -m benchmarks.report --device cuda $(BENCH_ARGS) || status=1; \
 	exit $$status
 
 clean:

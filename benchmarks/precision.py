@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import measure
-from benchmarks.data import Case, real_case, synthetic_case
-from benchmarks.implementations import IMPLEMENTATIONS, exact, make_feed, present
+from benchmarks.data import Case, Spec
+from benchmarks.implementations import implementations, make_feed, present
 from benchmarks.report import result_path
+from benchmarks.truth import exact
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMMITTED = RESULTS / "amd-epyc-2cpu-precision.json"
 PAGE = ROOT / "docs" / "precision.md"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = ("bf16", "fp32")
 SEQUENCE_EPSILON = 4e-4  # GSPO's bound of the ratio of a sequence (arXiv:2507.18071, section 5.1)
 
 # implementation, layout, name in the table
@@ -69,24 +70,24 @@ def clipped(case: Case, logps: Tensor) -> Tensor:
     return torch.where(advantages > 0, ratio > 1 + case.epsilon, ratio < 1 - case.epsilon)
 
 
-def run(case: Case, dtype: str) -> list[dict[str, Any]]:
+def run(spec: Spec) -> list[dict[str, Any]]:
     """Rows of the table, for those that are installed and give log-probabilities."""
-    case = case.to(DTYPES[dtype])
+    case = spec.build()
     truth = exact(case)
-    found = {(item.name, item.layout): item for item in IMPLEMENTATIONS}
+    found = {(item.name, item.layout): item for item in implementations()}
     rows = []
     for name, layout, shown in SHOWN:
         item = found[name, layout]
-        if item.reason_to_skip(DTYPES[dtype]):
+        if item.reason_to_skip(spec):
             continue
-        measure.progress(f"{dtype}: {item.key}")
+        measure.progress(f"{spec.dtype}: {item.key}")
         feed = make_feed(case, layout)
-        logps = present(item.run(feed)[1])
+        logps = present(item.call(feed, "loss")[1])
         logps = logps[case.mask] if layout == "padded" else logps
-        gradients = measure.errors(item, make_feed(case, layout), truth)
-        row = errors(case, logps, truth[1])
+        gradients = measure.errors(item, make_feed(case, layout), truth, "loss")
+        row = errors(case, logps, truth.logps)
         row |= {k: gradients[k] for k in ("dhidden", "dweight")}
-        rows.append({"name": shown, "dtype": dtype, "errors": row})
+        rows.append({"name": shown, "dtype": spec.dtype, "errors": row})
     return rows
 
 
@@ -113,14 +114,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny inputs, printed, not written")
     args = parser.parse_args(argv)
     if args.quick:
-        tiny = synthetic_case(vocab=257, hidden=32, batch=4, length=12)
-        print(table({"rows": [row for dtype in DTYPES for row in run(tiny, dtype)]}))
+        tiny = [Spec(tokens=48, vocab=257, width=32, padding=0.27, dtype=name) for name in DTYPES]
+        print(table({"rows": [row for spec in tiny for row in run(spec)]}))
         return 0
     path = COMMITTED
     if not args.table:
-        case, machine = real_case(), measure.machine("cpu")
-        rows = [row for dtype in DTYPES for row in run(case, dtype)]
-        results = {"machine": machine, "case": case.describe(), "rows": rows}
+        machine = measure.machine("cpu")
+        specs = [Spec(source="real", dtype=name) for name in DTYPES]
+        rows = [row for spec in specs for row in run(spec)]
+        results = {"machine": machine, "case": specs[0].build().describe(), "rows": rows}
         path = result_path(machine, RESULTS, "precision").with_suffix(".json")
         path.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(filled(PAGE.read_text(), json.loads(path.read_text())))

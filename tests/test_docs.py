@@ -61,7 +61,7 @@ SHOWN = "fused-grpo plan"
 
 # Pages without a block to run.
 SILENT = {f"docs/api/{name}.md" for name in ("loss", "trainer", "integrations", "arguments")}
-SILENT |= {"docs/how-it-works.md", "docs/kernels.md", "docs/trainer.md"}
+SILENT |= {f"docs/{name}.md" for name in ("bug-list", "how-it-works", "kernels", "trainer")}
 
 
 def recipes() -> str:

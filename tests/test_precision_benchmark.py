@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks/ is run from the root, and not installed
 
 from benchmarks import precision  # noqa: E402
-from benchmarks.data import synthetic_case  # noqa: E402
+from benchmarks.data import Spec  # noqa: E402
+
+TINY = Spec(tokens=48, vocab=257, width=32, padding=0.27)
 
 
 @pytest.mark.parametrize("dtype", precision.DTYPES)
 def test_rows_of_a_small_case(dtype: str) -> None:
-    case = synthetic_case(vocab=257, hidden=32, batch=4, length=12)
-    rows = {row["name"]: row["errors"] for row in precision.run(case, dtype)}
+    rows = {row["name"]: row["errors"] for row in precision.run(replace(TINY, dtype=dtype))}
     ours = rows["fused-grpo"]
     assert ours["max"] < 1e-4
     assert ours["flips"] == 0
@@ -31,7 +33,7 @@ def test_rows_of_a_small_case(dtype: str) -> None:
 
 def test_what_an_error_is() -> None:
     """Known shifts of the log-probabilities, far from and across the bounds of the clip."""
-    case = synthetic_case(vocab=257, hidden=32, batch=4, length=12)
+    case = TINY.build()
     truth = case.old[case.mask].double()  # every ratio is 1
     same = precision.errors(case, truth, truth)
     assert set(same.values()) == {0.0}
@@ -46,7 +48,7 @@ def test_what_an_error_is() -> None:
     first[0] = 0.5
     one = precision.errors(case, truth + first, truth)
     assert one["max"] == pytest.approx(0.5)
-    assert one["sequences"] == 0.25
+    assert one["sequences"] == 1 / len(case.mask)
 
 
 def test_the_document_shows_what_was_measured() -> None:
