@@ -21,17 +21,20 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 key = $(shell (pwd; cat pyproject.toml $(1)) | cksum | cut -d' ' -f1)
 DEV := $(VENV)/.dev-$(call key,requirements-dev.lock requirements-model.lock)
 BENCH := $(VENV)/.bench-$(call key,requirements-dev.lock requirements-bench.lock)
+DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test lint format bench gate gpu clean distclean
+.PHONY: help install demo test lint format docs bench bench-regression gate gpu clean distclean
 
 help:
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
 	@echo "make test       run the tests                              (PYTEST_ARGS='-k trainer -n 0')"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
+	@echo "make docs       build the site of docs/ into site/, strictly"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
+	@echo "make bench-regression   time ours, and compare with the last time"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
 	@echo "make gpu        on a GPU: doctor, tests and benchmark, with PYTHON as it is"
 	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
@@ -50,7 +53,12 @@ $(DEV):
 
 $(BENCH): $(DEV)
 	$(PIP) -r requirements-bench.lock
+	$(PIP) --no-deps --upgrade --target $(VENV)/verl verl==0.9.1
 	@rm -f $(VENV)/.bench-* && touch $@
+
+$(DOCS): $(DEV)
+	$(PIP) -r requirements-docs.lock
+	@rm -f $(VENV)/.docs-* && touch $@
 
 demo: $(DEV)
 	$(BIN)/fused-grpo train $(TRAIN_ARGS)
@@ -67,8 +75,16 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# mkdocs-material would print an announcement of its makers in front of the warnings
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 bench: $(BENCH)
-	$(BIN)/python -m benchmarks.loss $(BENCH_ARGS)
+	VERL_PATH=$(VENV)/verl $(BIN)/python -m benchmarks.report $(BENCH_ARGS)
+
+# Each run is saved in .benchmarks/ and compared with the one before, if there is one.
+bench-regression: $(BENCH)
+	$(BIN)/python -m pytest benchmarks/test_regression.py --benchmark-autosave --benchmark-compare $(PYTEST_ARGS)
 
 gate: $(DEV)
 	$(BIN)/python -m fused_grpo_kernels.gate $(GATE_ARGS)
@@ -78,11 +94,11 @@ gpu:
 	@status=0; \
 	$(GPU) -m fused_grpo.cli doctor || status=1; \
 	$(GPU) -m pytest -m gpu tests/test_gpu.py $(PYTEST_ARGS) || status=1; \
-	$(GPU) -m benchmarks.loss --device cuda $(BENCH_ARGS) || status=1; \
+	$(GPU) -m benchmarks.report --device cuda $(BENCH_ARGS) || status=1; \
 	exit $$status
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -1,9 +1,14 @@
-"""Inputs of the benchmarks: real completions of a small language model, and synthetic shapes."""
+"""Inputs of the benchmarks: real completions of a small language model, and synthetic shapes.
+
+A `Spec` says what to build, in numbers and names only: it travels to fresh processes and is the key
+of its results. `truth.py` has the exact answer of what is built.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,53 @@ PROMPTS = (
 SAMPLES_PER_PROMPT = 2
 MAX_NEW_TOKENS = 128
 PADDING = 0.27  # share of the [B, T] batch that is padding; see `_length_for_padding`
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# name -> hidden size, vocabulary
+MODELS = {
+    "qwen3-0.6b": (1024, 151_936),
+    "qwen3-8b": (4096, 151_936),
+    "llama-3-8b": (4096, 128_256),
+    "gemma-2-9b": (3584, 256_000),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One case: where its tokens come from, its size, and what is asked of the implementations."""
+
+    source: str = "synthetic"  # or "real", which has its own size, padding and entropy
+    tokens: int = 1024  # that count; all sizes as near to it as whole sequences allow
+    vocab: int = 32_768
+    width: int = 576
+    padding: float = 0.0  # share of the [B, T] batch, below 1
+    zero: float = 0.0  # share of the sequences without an advantage: their tokens learn nothing
+    entropy: float = 2.4  # nats, the policy's mean
+    temperature: float = 1.0
+    dtype: str = "bf16"
+    device: str = "cpu"
+    task: str = "loss"  # loss and both gradients; "frozen": no dW; "logprobs": no gradient
+    loss_type: str = "dapo"
+    beta: float = 0.0
+    name: str = ""
+
+    @property
+    def key(self) -> str:
+        """What differs from the defaults, as text."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "default"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def build(self) -> Case:
+        if self.source == "real":
+            case = real_case(self.temperature).to(DTYPES[self.dtype], self.device)
+        else:
+            case = synthetic_case(self)
+        return replace(case, loss_type=self.loss_type, beta=self.beta)
 
 
 @dataclass(frozen=True)
@@ -108,21 +160,57 @@ def real_case(temperature: float = 1.0, seed: int = 0) -> Case:
     return _finish(f"SmolLM2-135M T={temperature:g}", torch.load(path), temperature, seed)
 
 
-def synthetic_case(
-    vocab: int, hidden: int, batch: int, length: int, temperature: float = 1.0, seed: int = 0
-) -> Case:
-    """Random states and head with logits of a few nats, ragged lengths, about 27 % padding."""
-    gen = torch.Generator().manual_seed(seed)
-    # Lengths spread evenly over [1 - 2 * PADDING, 1] * T leave PADDING of the batch empty.
-    share = torch.linspace(1 - 2 * PADDING, 1.0, batch)[torch.randperm(batch, generator=gen)]
-    lengths = (share * length).round().clamp(1, length).long()
-    tensors = {
-        "hidden": torch.randn(batch, length, hidden, generator=gen),
-        "weight": torch.randn(vocab, hidden, generator=gen) * (3.0 / hidden**0.5),
-        "ids": torch.randint(vocab, (batch, length), generator=gen),
-        "mask": torch.arange(length) < lengths[:, None],
-    }
-    return _finish(f"synthetic V={vocab} H={hidden}", tensors, temperature, seed)
+def synthetic_case(spec: Spec) -> Case:
+    """A random head, and states that make it as sure of its targets as a language model is.
+
+    The logits of a state are normal with variance 1, but for its target's, which stands above them
+    by an offset that differs from token to token, so that most are nearly certain and some are not.
+    The offsets' mean is chosen so that the mean entropy is the one asked for.
+    """
+    gen = torch.Generator(spec.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, device=spec.device)
+
+    mask = _ragged(spec.tokens, spec.padding).to(spec.device)
+    weight = normal(spec.vocab, spec.width) / spec.width**0.5
+    ids = torch.randint(spec.vocab, mask.shape, generator=gen, device=spec.device)
+    hidden, spread = normal(*mask.shape, spec.width), 3.0 * normal(*mask.shape)
+    near, far = (x.flatten(0, 1)[mask.flatten()][:128] for x in (ids[..., None], hidden))
+    directions = weight[near.squeeze(-1)]
+    offsets = spread[mask][:128, None] + math.log(spec.vocab) + 0.5
+    mean = _mean_offset(far @ weight.T, directions @ weight.T, offsets, spec.entropy)
+    for row, which, by in zip(hidden, ids, spread + math.log(spec.vocab) + 0.5 + mean, strict=True):
+        row += by[:, None] * weight[which]
+    dtype = DTYPES[spec.dtype]
+    tensors = {"hidden": hidden.to(dtype), "weight": weight.to(dtype), "ids": ids, "mask": mask}
+    name = spec.name or f"synthetic V={spec.vocab} H={spec.width}"
+    case = _finish(name, tensors, spec.temperature, 0)
+    silent = torch.randperm(len(mask), generator=torch.Generator().manual_seed(2))
+    case.advantages[silent[: round(spec.zero * len(mask))]] = 0
+    return case
+
+
+def _ragged(tokens: int, padding: float) -> Tensor:
+    """A mask [B, T] with about `tokens` ones, and lengths that leave `padding` of it empty."""
+    batch = max(min(8, tokens), tokens // 4096)
+    length = math.ceil(tokens / (batch * (1 - padding)))
+    # The mean of u^(p / (1 - p)) over [0, 1] is 1 - p.
+    shares = ((torch.arange(batch) + 0.5) / batch) ** (padding / (1 - padding))
+    lengths = (shares * length).round().clamp(1, length).long()
+    lengths = lengths[torch.randperm(batch, generator=torch.Generator().manual_seed(1))]
+    return torch.arange(length) < lengths[:, None]
+
+
+def _mean_offset(noise: Tensor, slope: Tensor, offsets: Tensor, entropy: float) -> float:
+    """The shift of all offsets at which softmax(noise + offset * slope) has this mean entropy."""
+    low, high = -20.0, 30.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        logp = torch.log_softmax(noise + (offsets + middle) * slope, -1)
+        found = -(logp.exp() * logp).sum(-1).mean()
+        low, high = (middle, high) if found > entropy else (low, middle)
+    return low
 
 
 def _finish(name: str, tensors: dict[str, Tensor], temperature: float, seed: int) -> Case:
@@ -132,10 +220,11 @@ def _finish(name: str, tensors: dict[str, Tensor], temperature: float, seed: int
     batch = logps.shape[0]
 
     def near(scale: float) -> Tensor:
-        return (logps + scale * torch.randn(logps.shape, generator=gen)).clamp(max=0.0)
+        noise = torch.randn(logps.shape, generator=gen).to(logps.device)
+        return (logps + scale * noise).clamp(max=0.0)
 
     # No group of equal rewards: every sequence learns, so nobody gains by skipping some.
-    advantages = torch.randn(batch, generator=gen)
+    advantages = torch.randn(batch, generator=gen).to(logps.device)
     return Case(
         name=name,
         hidden=tensors["hidden"],
@@ -155,10 +244,12 @@ def _exact_logps(tensors: dict[str, Tensor], temperature: float) -> Tensor:
     mask = tensors["mask"]
     hidden, ids = tensors["hidden"][mask], tensors["ids"][mask]
     parts = []
+    weight = tensors["weight"].float()
     for h, y in zip(hidden.split(256), ids.split(256), strict=True):
-        logits = h @ tensors["weight"].T / temperature
+        logits = h.float() @ weight.T / temperature
         parts.append(-torch.nn.functional.cross_entropy(logits, y, reduction="none"))
-    return torch.zeros(mask.shape).masked_scatter(mask, torch.cat(parts))
+    empty = torch.zeros(mask.shape, device=mask.device)
+    return empty.masked_scatter(mask, torch.cat(parts))
 
 
 def _length_for_padding(lengths: Tensor, padding: float) -> int:

@@ -1,4 +1,5 @@
-"""One adapter per implementation of the GRPO loss, a few lines each.
+"""One adapter per implementation of the GRPO loss, a few lines each: eager code and ours here,
+other packages in `peers.py`.
 
 An adapter computes the loss and leaves the gradients in `feed.hidden.grad` and `feed.weight.grad`.
 Every one gets the same numbers, either as the padded batch or as the counted tokens alone; picking
@@ -7,18 +8,17 @@ those out of the batch is done before the clock starts, which favours the others
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.data import Case
+if TYPE_CHECKING:
+    from benchmarks.data import Case, Spec
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Feed:
         self.hidden.grad = self.weight.grad = None
 
 
+Logprobs = Callable[[Feed], Tensor]
 Run = Callable[[Feed], tuple[Tensor, Tensor | None]]  # -> loss, log-probabilities if there are any
 
 
@@ -46,41 +47,66 @@ Run = Callable[[Feed], tuple[Tensor, Tensor | None]]  # -> loss, log-probabiliti
 class Implementation:
     name: str
     layout: str  # "padded" or "counted"
-    run: Run
-    package: str = "torch"
+    logprobs: Logprobs | None = None  # None: only the loss as a whole
+    run: Run | None = None  # None: the plain loss on `logprobs`
     ours: bool = False
+    extra: bool = False  # a way to speed up or sharpen eager code, beside what people run
+    full: bool = False  # only with --full: hardly differs from another, or is slow
     compiled: bool = False  # takes seconds to start: left out of quick runs
     half_only: bool = False  # nothing new in fp32
-    extra: bool = False  # a way to speed up or sharpen eager code, beside what people run
+    bytes_per_logit: float = 0.0  # that it holds at once
     note: str = ""
-
-    def reason_to_skip(self, dtype: torch.dtype, quick: bool = False) -> str | None:
-        """Why it does not run here, or None."""
-        if find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        if self.half_only and dtype.itemsize > 2:
-            return "the same as another in fp32"
-        return "compiling takes too long for --quick" if quick and self.compiled else None
+    # Why it cannot run on these inputs, or None
+    missing: Callable[[Spec], str | None] = lambda spec: None
 
     @property
     def key(self) -> str:
         return f"{self.name}/{self.layout}"
 
+    def reason_to_skip(self, spec: Spec, quick: bool = False) -> str | None:
+        if reason := self.missing(spec):
+            return reason
+        if self.half_only and spec.dtype == "fp32":
+            return "the same as another in fp32"
+        if quick and self.compiled:
+            return "compiling takes too long for --quick"
+        room = 1 - spec.padding if self.layout == "padded" else 1.0
+        needed = self.bytes_per_logit * spec.tokens * spec.vocab / room
+        if needed > (available := free_memory(spec.device)):
+            return f"its logits need {needed / 1e9:.0f} GB, {available / 1e9:.0f} GB are free"
+        return None
 
-def make_feed(case: Case, layout: str) -> Feed:
+    def call(self, feed: Feed, task: str) -> tuple[Tensor | None, Tensor | None]:
+        """A task (see `Spec.task`): loss and log-probabilities, as far as it has them."""
+        if task == "logprobs":
+            with torch.no_grad():
+                return None, present(self.logprobs)(feed)
+        return (self.run or from_logprobs(present(self.logprobs)))(feed)
+
+
+def free_memory(device: str) -> float:
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    with open("/proc/meminfo") as file:
+        return next(float(x.split()[1]) * 1024 for x in file if x.startswith("MemAvailable"))
+
+
+def make_feed(case: Case, layout: str, dtype: torch.dtype | None = None) -> Feed:
+    """`dtype`: of everything but the weight, for the exact answer, which holds that itself."""
     mask, lengths = case.mask, case.mask.sum(1)
     share = lengths[:, None] * len(lengths) if case.loss_type == "grpo" else lengths.sum()
-    weights = mask.to(case.advantages.dtype) / share.clamp(min=1)
+    side = dtype or case.advantages.dtype
+    weights = mask.to(side) / share.clamp(min=1)
     advantages = case.advantages[:, None].expand(mask.shape)
     pick: Callable[[Tensor], Tensor] = (lambda x: x[mask]) if layout == "counted" else Tensor.clone
     return Feed(
         case=case,
-        hidden=pick(case.hidden).requires_grad_(),
-        weight=case.weight.clone().requires_grad_(),
+        hidden=pick(case.hidden).to(dtype or case.hidden.dtype).requires_grad_(dtype is None),
+        weight=case.weight if dtype else case.weight.clone().requires_grad_(),
         ids=pick(case.ids),
-        advantages=pick(advantages),
-        old=pick(case.old),
-        ref=pick(case.ref),
+        advantages=pick(advantages).to(side),
+        old=pick(case.old).to(side),
+        ref=pick(case.ref).to(side),
         token_weights=pick(weights),
         cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)).int(),
     )
@@ -98,7 +124,7 @@ def clipped_loss(logps: Tensor, feed: Feed, span: slice = slice(None)) -> Tensor
     return (loss * feed.token_weights[span]).sum()
 
 
-def from_logprobs(logprobs: Callable[[Feed], Tensor]) -> Run:
+def from_logprobs(logprobs: Logprobs) -> Run:
     """An implementation that only brings log-probabilities: the loss above by ordinary autograd."""
 
     def run(feed: Feed) -> tuple[Tensor, Tensor]:
@@ -181,70 +207,15 @@ def torch_linear_cross_entropy(feed: Feed) -> Tensor:
     return -nll.float()
 
 
-# --- other packages ------------------------------------------------------------------------------
-
-
-def trl_chunked(feed: Feed) -> Tensor:
-    """TRL's fused head, with its trainer's arguments; on a CPU its trainer feeds it padding too."""
-    from trl.kernels import ChunkedLogProbFunction
-
-    hidden, weight = feed.hidden.flatten(0, -2), feed.weight
-    logps, *_ = ChunkedLogProbFunction.apply(
-        hidden, weight, None, feed.ids.flatten(), feed.case.temperature, 32768, None, 1.0, ()
-    )
-    return logps.view(feed.ids.shape)
-
-
-@cache
-def _liger_module(compiled: bool, beta: float, case_key: tuple[Any, ...]) -> torch.nn.Module:
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # type: ignore
-
-    epsilon, loss_type, temperature = case_key
-    return LigerFusedLinearGRPOLoss(
-        beta=beta,
-        use_ref_model=beta != 0,
-        compiled=compiled,
-        epsilon_low=epsilon,
-        epsilon_high=epsilon,
-        loss_type=loss_type,
-        temperature=temperature,
-    )
-
-
-def liger(compiled: bool) -> Run:
-    def run(feed: Feed) -> tuple[Tensor, None]:
-        case = feed.case
-        module = _liger_module(
-            compiled, case.beta, (case.epsilon, case.loss_type, case.temperature)
-        )
-        loss, _ = module(
-            feed.hidden,
-            feed.weight,
-            feed.ids,
-            case.mask.to(feed.old.dtype),
-            case.advantages,
-            old_per_token_logps=feed.old,
-            ref_per_token_logps=feed.ref if case.beta else None,
-        )
-        loss.backward()
-        return loss.detach(), None
-
-    return run
-
-
-def liger_logprobs(feed: Feed) -> Tensor:
-    """The log-probabilities inside Liger's loss, on their own: it returns none itself."""
-    from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase  # type: ignore
-
-    hidden = feed.hidden if feed.hidden.dim() == 3 else feed.hidden[None]
-    ids = feed.ids.view(hidden.shape[:-1])
-    logps = LigerFusedLinearPPOBase.chunk_forward(
-        hidden, feed.weight, ids, temperature=feed.case.temperature
-    )
-    return logps.view(feed.ids.shape)
-
-
 # --- ours ----------------------------------------------------------------------------------------
+
+
+def our_logprobs(feed: Feed, **options: Any) -> Tensor:
+    from fused_grpo import linear_logprobs
+
+    return linear_logprobs(
+        feed.hidden, feed.weight, feed.ids, temperature=feed.case.temperature, **options
+    ).logps
 
 
 def fused_grpo(feed: Feed, **options: Any) -> tuple[Tensor, Tensor]:
@@ -252,128 +223,79 @@ def fused_grpo(feed: Feed, **options: Any) -> tuple[Tensor, Tensor]:
 
     case = feed.case
     packed = feed.hidden.dim() == 2
-    out = grpo_loss(
-        feed.hidden,
-        feed.weight,
-        feed.ids,
-        case.advantages,
-        completion_mask=None if packed else case.mask,
-        cu_seqlens=feed.cu_seqlens if packed else None,
-        old_per_token_logps=feed.old,
-        ref_per_token_logps=feed.ref if case.beta else None,
-        loss_type=case.loss_type,
-        epsilon_low=case.epsilon,
-        beta=case.beta,
-        temperature=case.temperature,
-        **options,
-    )
+    given: dict[str, Any] = {
+        "completion_mask": None if packed else case.mask,
+        "cu_seqlens": feed.cu_seqlens if packed else None,
+        "old_per_token_logps": feed.old,
+        "ref_per_token_logps": feed.ref if case.beta else None,
+        "loss_type": case.loss_type,
+        "epsilon_low": case.epsilon,
+        "beta": case.beta,
+        "temperature": case.temperature,
+    } | options
+    out = grpo_loss(feed.hidden, feed.weight, feed.ids, case.advantages, **given)
     out.loss.backward()
     return out.loss.detach(), out.per_token_logps
 
 
-def fused_grpo_routed(feed: Feed) -> tuple[Tensor, Tensor]:
-    return fused_grpo(feed, backward="routed", route_seed=0)
+ROUTING = {"backward": "routed", "route_seed": 0}
+OURS, ROUTED, COMPILED = "fused-grpo", "fused-grpo, routed", "eager, torch.compile"
+our_routed = partial(fused_grpo, **ROUTING)
+
+_ours = partial(Implementation, ours=True)
+_extra = partial(Implementation, extra=True)
 
 
-OURS, ROUTED = "fused-grpo", "fused-grpo, routed"
+@cache
+def implementations() -> tuple[Implementation, ...]:
+    """All of them: the first one is what the others are compared with."""
+    from benchmarks.peers import PEERS
 
-IMPLEMENTATIONS = (
-    Implementation(OURS, "padded", fused_grpo, ours=True),
-    Implementation("fused-grpo, packed", "counted", fused_grpo, ours=True),
-    Implementation(ROUTED, "padded", fused_grpo_routed, ours=True, note="sparse gradients"),
-    Implementation(
-        "eager", "padded", from_logprobs(eager_log_softmax), note="log_softmax, as users run it"
-    ),
-    Implementation(
-        "eager, cross_entropy", "padded", from_logprobs(eager_cross_entropy), extra=True
-    ),
-    Implementation(
-        "eager, fp32 head",
-        "padded",
-        from_logprobs(eager_fp32_head),
-        half_only=True,
-        extra=True,
-        note="hidden.float() @ weight.float().T",
-    ),
-    Implementation(
-        "eager, torch.compile",
-        "padded",
-        from_logprobs(eager_compiled),
-        compiled=True,
-        extra=True,
-        note="inductor",
-    ),
-    Implementation("TRL chunked", "padded", from_logprobs(trl_chunked), "trl"),
-    Implementation("Liger", "padded", liger(compiled=False), "liger_kernel"),
-    Implementation(
-        "Liger, compiled", "padded", liger(compiled=True), "liger_kernel", compiled=True
-    ),
-    Implementation("eager", "counted", from_logprobs(eager_log_softmax)),
-    Implementation(
-        "eager, cross_entropy", "counted", from_logprobs(eager_cross_entropy), extra=True
-    ),
-    Implementation(
-        "eager, fp32 head",
-        "counted",
-        from_logprobs(eager_fp32_head),
-        half_only=True,
-        extra=True,
-        note="hidden.float() @ weight.float().T",
-    ),
-    Implementation(
-        "eager, low precision",
-        "counted",
-        from_logprobs(eager_low_precision),
-        half_only=True,
-        extra=True,
-        note="cross_entropy on the logits as they are, no fp32 copy",
-    ),
-    Implementation(
-        "eager, 256 at a time",
-        "counted",
-        eager_in_chunks,
-        extra=True,
-        note="a backward per chunk of tokens",
-    ),
-    Implementation(
-        "eager, torch.compile",
-        "counted",
-        from_logprobs(eager_compiled),
-        compiled=True,
-        extra=True,
-        note="inductor",
-    ),
-    Implementation("TRL chunked", "counted", from_logprobs(trl_chunked), "trl"),
-    Implementation(
-        "Liger log-probs",
-        "counted",
-        from_logprobs(liger_logprobs),
-        "liger_kernel",
-        extra=True,
-        note="the log-probabilities of its loss, and the plain loss",
-    ),
-    Implementation(
-        "torch linear_cross_entropy",
-        "counted",
-        from_logprobs(torch_linear_cross_entropy),
-        note="512 tokens at a time, accumulated in the dtype of the inputs",
-    ),
-)
+    # fp32 logits, their softmax and their gradient: 12 bytes; measured in docs/memory.md
+    eager = {"logprobs": eager_log_softmax, "bytes_per_logit": 12.0}
+    entropy = {"logprobs": eager_cross_entropy, "bytes_per_logit": 12.0, "full": True}
+    wide = {"logprobs": eager_fp32_head, "bytes_per_logit": 12.0, "half_only": True}
+    wide["note"] = "hidden.float() @ weight.float().T"
+    compiled = {"logprobs": eager_compiled, "bytes_per_logit": 8.0, "compiled": True}
+    compiled["note"] = "inductor"
+    return (
+        _ours(OURS, "padded", our_logprobs, fused_grpo),
+        _ours(OURS, "counted", our_logprobs, fused_grpo, full=True, note="packed"),
+        _ours(ROUTED, "padded", None, our_routed, note="sparse gradients"),
+        _ours(ROUTED, "counted", None, our_routed, full=True, note="sparse gradients"),
+        Implementation("eager", "padded", note="log_softmax, as users run it", **eager),
+        _extra("eager, cross_entropy", "padded", **entropy),
+        _extra("eager, fp32 head", "padded", full=True, **wide),
+        _extra(COMPILED, "padded", **compiled),
+        Implementation("eager", "counted", **eager),
+        _extra("eager, cross_entropy", "counted", **entropy),
+        _extra("eager, fp32 head", "counted", **wide),
+        _extra(
+            "eager, low precision",
+            "counted",
+            eager_low_precision,
+            bytes_per_logit=6.0,
+            half_only=True,
+            note="cross_entropy on the logits as they are, no fp32 copy",
+        ),
+        _extra(
+            "eager, 256 at a time",
+            "counted",
+            run=eager_in_chunks,
+            full=True,
+            note="a backward per chunk of tokens",
+        ),
+        _extra(COMPILED, "counted", **compiled),
+        *PEERS,
+        Implementation(
+            "torch linear_cross_entropy",
+            "counted",
+            torch_linear_cross_entropy,
+            note="512 tokens at a time, accumulated in the dtype of the inputs",
+        ),
+    )
 
 
-def exact(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, logps [N], dhidden [N, H], dweight) in fp64 for the numbers of `case` as they are."""
-    feed = make_feed(case.to(torch.float64, case.ids.device), "counted")
-    loss, logps = from_logprobs(eager_log_softmax)(feed)
-    dh, dw = feed.hidden.grad, feed.weight.grad
-    return loss, present(logps), present(dh), present(dw)
-
-
-def present(x: Tensor | None) -> Tensor:
+def present(x: Any) -> Any:
     assert x is not None
     return x
-
-
-def silence_known_warnings() -> None:
-    # Liger's compiled loss and torch's options object warn once per call about their own internals.
-    warnings.filterwarnings("ignore", module=r"torch\._dynamo.*|liger_kernel.*|trl.*")

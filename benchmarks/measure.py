@@ -12,24 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, replace
+from importlib.metadata import distributions
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.data import Case, synthetic_case
-from benchmarks.implementations import (
-    IMPLEMENTATIONS,
-    Feed,
-    Implementation,
-    liger_logprobs,
-    make_feed,
-    present,
-)
+from benchmarks.data import Case, Spec
+from benchmarks.implementations import Feed, Implementation, implementations, make_feed, present
+from benchmarks.truth import Truth
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def progress(text: str) -> None:
@@ -39,25 +34,27 @@ def progress(text: str) -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def errors(item: Implementation, feed: Feed, truth: tuple[Tensor, ...]) -> dict[str, float]:
-    """Against fp64: loss (absolute), logps in nats (mean, max), gradients (relative, Frobenius)."""
-    loss64, logps64, dh64, dw64 = truth
+def errors(item: Implementation, feed: Feed, truth: Truth, task: str) -> dict[str, float]:
+    """Against fp64: loss (absolute), logps in nats (mean, max), gradients (relative, Frobenius), as
+    far as the task has them."""
     feed.forget()
-    loss, logps = item.run(feed)
-    if logps is None and item.package == "liger_kernel":
+    loss, logps = item.call(feed, task)
+    if logps is None:  # it keeps them to itself
         with torch.no_grad():
-            logps = liger_logprobs(feed)
-    logps, dh, dw = (present(x) for x in (logps, feed.hidden.grad, feed.weight.grad))
-    if item.layout == "padded":
-        logps, dh = logps[feed.case.mask], dh[feed.case.mask]
-    difference = (logps.double() - logps64).abs()
-    return {
-        "loss": abs(float(loss) - float(loss64)),
-        "logps_mean": float(difference.mean()),
-        "logps_max": float(difference.max()),
-        "dhidden": _relative(dh, dh64),
-        "dweight": _relative(dw, dw64),
-    }
+            logps = present(item.logprobs)(feed)
+    padded = item.layout == "padded"
+    logps = logps[feed.case.mask] if padded else logps
+    difference = (logps.double() - truth.logps).abs()
+    found = {"logps_mean": float(difference.mean()), "logps_max": float(difference.max())}
+    if task == "logprobs":
+        return found
+    dh = present(feed.hidden.grad)
+    found["loss"] = abs(float(present(loss)) - float(truth.loss))
+    found["dhidden"] = _relative(dh[feed.case.mask] if padded else dh, truth.dhidden)
+    if task == "loss":
+        dw = present(feed.weight.grad)
+        found["dweight"] = _relative(dw if truth.rows is None else dw[truth.rows], truth.dweight)
+    return found
 
 
 def _relative(x: Tensor, truth: Tensor) -> float:
@@ -153,19 +150,15 @@ def logits_gemm(case: Case) -> Callable[[], None]:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def peak_memory(item: Implementation, case: Case) -> float:
+def peak_memory(spec: Spec, item: Implementation) -> float:
     """Peak bytes beyond the inputs, the gradients included, of one call in a fresh process."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "case.pt"
-        torch.save({f.name: getattr(case, f.name) for f in fields(case)}, path)
-        command = [sys.executable, "-m", "benchmarks.measure", item.name, item.layout, str(path)]
-        return run_fresh(command)["peak"]
+    order = {"spec": spec.to_json(), "key": item.key}
+    return run_fresh([sys.executable, "-m", "benchmarks.measure", json.dumps(order)])["peak"]
 
 
 def run_fresh(command: list[str]) -> dict[str, Any]:
     """Runs a command at the repository root and returns the JSON of its last line."""
-    root = Path(__file__).resolve().parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -196,32 +189,56 @@ def _status_bytes(key: str) -> float:
     raise RuntimeError(f"/proc/self/status has no {key}: peak memory needs Linux")
 
 
-def _peak_in_this_process(name: str, layout: str, path: str) -> float:
-    item = next(i for i in IMPLEMENTATIONS if (i.name, i.layout) == (name, layout))
-    case = Case(**torch.load(path))
-    device = case.hidden.device.type
+def _peak_in_this_process(order: dict[str, Any]) -> float:
+    spec = Spec(**order["spec"])
+    item = next(i for i in implementations() if i.key == order["key"])
+    case = spec.build()
     # Thread pools, code and constants of the libraries are no part of the loss: load them first.
     # So is a compilation, which belongs to one shape.
-    small = synthetic_case(vocab=512, hidden=64, batch=2, length=16)
-    warm_up = case if item.compiled else small.to(case.hidden.dtype, device)
-    item.run(make_feed(warm_up, layout))
+    small = replace(spec, source="synthetic", tokens=32, vocab=512, width=64).build()
+    item.call(task_feed(case if item.compiled else small, item.layout, spec.task), spec.task)
+    feed = task_feed(case, item.layout, spec.task)
+    return peak_of(lambda: item.call(feed, spec.task), spec.device)
+
+
+def task_feed(case: Case, layout: str, task: str) -> Feed:
     feed = make_feed(case, layout)
-    return peak_of(lambda: item.run(feed), device)
+    feed.weight.requires_grad_(task == "loss")
+    return feed
 
 
 # --- the machine ---------------------------------------------------------------------------------
 
 
+PACKAGES = ("torch", "triton", "fused-grpo", "liger-kernel", "trl", "transformers", "verl")
+PACKAGES += ("cut-cross-entropy", "quack-kernels")
+
+
 def machine(device: str) -> dict[str, Any]:
-    packages = ("torch", "triton", "fused-grpo", "liger-kernel", "trl", "transformers", "verl")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {name: _version(name) for name in PACKAGES},
         "load_average": os.getloadavg()[0],
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """With a + if the loss itself has changed since; None outside a repository."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", "fused_grpo", "kernels")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + "+" * bool(changed)
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _cpu_name() -> str:
@@ -233,11 +250,10 @@ def _cpu_name() -> str:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    for found in distributions(name=name, path=[*sys.path, os.environ.get("VERL_PATH", "")]):
+        return found.version
+    return None
 
 
 if __name__ == "__main__":
-    print(json.dumps({"peak": _peak_in_this_process(*sys.argv[1:])}))
+    print(json.dumps({"peak": _peak_in_this_process(json.loads(sys.argv[1]))}))

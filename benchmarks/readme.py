@@ -1,6 +1,6 @@
-"""The README's tables from the committed results: `python -m benchmarks.readme` (--check: compare).
+"""The documents' tables from the committed results: `python -m benchmarks.readme`.
 
-A table stands between `<!-- results: fp32 -->` and `<!-- end -->`.
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`, in the README and in docs/.
 """
 
 from __future__ import annotations
@@ -9,75 +9,100 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "amd-epyc-2cpu-loss.json"
-README = ROOT / "README.md"
+from benchmarks import planner, precision, routing, tables, verdicts
+from benchmarks.parts import AXES
 
-# name among the implementations, layout, name in the README
-ROWS = (
-    ("fused-grpo", "padded", "fused-grpo"),
-    ("fused-grpo, routed", "padded", 'fused-grpo, `backward="routed"`'),
-    ("eager", "padded", "eager"),
-    ("eager, fp32 head", "counted", "eager, fp32 head"),
-    ("eager", "counted", "eager"),
-    ("eager, torch.compile", "counted", "eager, `torch.compile`"),
-    ("Liger", "padded", "Liger 0.8.5"),
-    ("TRL chunked", "counted", "TRL 1.16's head"),
-    ("torch linear_cross_entropy", "counted", "torch `linear_cross_entropy`"),
-)
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MACHINE = "amd-epyc-2cpu"  # whose results the documents show
 
-
-def tables(results: dict[str, Any]) -> dict[str, str]:
-    """By dtype: of the case with real tokens at temperature 1."""
-    return {
-        case["dtype"]: table(case)
-        for case in results["cases"]
-        if case["targets_apply"] and "T=1:" in case["description"]
-    }
-
-
-def table(case: dict[str, Any]) -> str:
-    rows = {(r["name"], r["layout"]): r for r in case["implementations"]}
-    lines = [
-        f"| {case['dtype']} | fed | time (s) | ours / it | extra memory (MB) "
-        "| logp error, mean / max | error of dh, dW |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, layout, shown in ROWS:
-        if row := rows.get((name, layout)):
-            error, peak = row["errors"], row["peak_bytes"]
-            lines.append(
-                f"| {shown} | {layout} | {row['median_s']:.2f} "
-                f"| {row['ours_over_it']['median']:.2f} "
-                f"| {'-' if peak is None else f'{peak / 1e6:.0f}'} "
-                f"| {error['logps_mean']:.0e} / {error['logps_max']:.0e} "
-                f"| {error['dhidden']:.1e}, {error['dweight']:.1e} |"
-            )
-    return "\n".join(lines)
+Results = dict[str, Any]
+# name of a table -> the part whose results it shows, and how
+TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "loss-fp32": ("loss", lambda found: tables.short(case_of(found, "fp32"))),
+    "loss-bf16": ("loss", lambda found: tables.short(case_of(found, "bf16"))),
+    "products": ("loss", lambda found: products(found)),
+    "tasks": ("tasks", lambda found: tables.tasks(found["cases"])),
+    "scaling": (
+        "scaling",
+        lambda found: tables.scaled(
+            found["cases"], kinds=("exact", "routed", "log-probabilities", "eager")
+        ),
+    ),
+    "scaling-all": ("scaling", lambda found: tables.scaled(found["cases"])),
+    "verdicts": ("loss", lambda found: verdicts.table(found["cases"])),
+    "summary": ("loss", lambda found: verdicts.summary(found["cases"])),
+    "skipped": ("loss", lambda found: tables.skipped(found["cases"])),
+    "machine": ("loss", tables.about),
+    "routing": ("routing", lambda found: routing.page(found["cases"])[0]),
+    "precision": ("precision", precision.table),
+    "planner": ("planner", lambda found: planner.table(found["rows"])),
+}
+TABLES |= {
+    f"sweep-{axis}": ("sweeps", lambda found, axis=axis: tables.sweep(found["cases"], axis))  # type: ignore[misc]
+    for axis in AXES
+}
 
 
-def filled(text: str, found: dict[str, str]) -> str:
-    """A README with its tables replaced."""
+def case_of(results: Results, dtype: str) -> dict[str, Any]:
+    """The real tokens at temperature 1."""
+    wanted = {"source": "real", "temperature": 1.0, "dtype": dtype}
+    found = [c for c in results["cases"] if wanted.items() <= c["spec"].items()]
+    return found[0]
+
+
+def products(results: Results) -> str:
+    """What an exact loss with both gradients needs at least."""
+    bf16, fp32 = (3 * case_of(results, dtype)["gemm_s"] for dtype in ("bf16", "fp32"))
+    return (
+        f"Three bare products of the logits' size took {bf16:.2f} s (bf16, rounded results) and "
+        f"{fp32:.2f} s (fp32, `torch.mm`) in the same rounds."
+    )
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str, render: Callable[[str], str | None]) -> str:
+    """A document with its tables replaced; those that `render` has nothing for stay."""
 
     def replace(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{found[match[2]]}\n{match[3]}"
+        found = render(match[2])
+        return match[0] if found is None else f"{match[1]}\n{found}\n{match[3]}"
 
-    return re.sub(r"(<!-- results: (\w+) -->)\n.*?\n(<!-- end -->)", replace, text, flags=re.S)
+    pattern = r"(<!-- results: ([\w-]+) -->)\n.*?\n?(<!-- end -->)"
+    return re.sub(pattern, replace, text, flags=re.S)
+
+
+def render(name: str) -> str | None:
+    """A table, or None where its part has not been measured."""
+    if name not in TABLES:
+        raise ValueError(f"there is no table {name!r}; the tables are {', '.join(TABLES)}")
+    part, make = TABLES[name]
+    path = RESULTS / f"{MACHINE}-{part}.json"
+    return make(json.loads(path.read_text())) if path.exists() else None
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 where they differ")
     args = parser.parse_args(argv)
-    before = README.read_text()
-    after = filled(before, tables(json.loads(RESULTS.read_text())))
-    if args.check:
-        return int(after != before)
-    README.write_text(after)
-    return 0
+    stale = []
+    for path in documents():
+        before = path.read_text()
+        after = filled(before, render)
+        if after != before:
+            stale.append(path)
+            if not args.check:
+                path.write_text(after)
+    for path in stale:
+        print(f"{'differs' if args.check else 'wrote'}: {path.relative_to(ROOT)}")
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":

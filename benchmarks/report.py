@@ -1,42 +1,28 @@
-"""Results as JSON, Markdown and a plot."""
+"""The comparison: `python -m benchmarks.report` from the repository root.
+
+Runs every part that the README shows, each case checked against fp64 before it is timed; writes
+JSON, Markdown and a plot per part to benchmarks/results, and then the tables of README and docs. A
+case is saved as soon as it is measured, so `--resume` goes on where a run was stopped.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import statistics
+import shlex
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.implementations import ROUTED
-from benchmarks.measure import Timing
+import torch
 
-# Our time over the fastest other implementation's, by layout and dtype.
-TARGETS = {
-    ("padded", "fp32"): 0.65,
-    ("padded", "bf16"): 0.60,
-    ("counted", "fp32"): 0.90,
-    ("counted", "bf16"): 0.80,
-}
-# The same of routed gradients; and over the product of the logits alone and over exact ones, fp32.
-ROUTED_TARGETS = {
-    ("padded", "fp32"): 0.27,
-    ("padded", "bf16"): 0.35,
-    ("counted", "fp32"): 0.35,
-    ("counted", "bf16"): 0.45,
-}
-ROUTED_OVER_PRODUCT, ROUTED_OVER_EXACT = 1.25, 0.45
-ROUTED_ERROR = 0.005
+from benchmarks import measure
+from benchmarks.measure import progress
 
-
-def write(results: dict[str, Any], folder: Path, what: str) -> list[Path]:
-    """Writes <machine>-<what>.json, .md and .png; returns their paths."""
-    base = result_path(results["machine"], folder, what)
-    paths = [base.with_suffix(suffix) for suffix in (".json", ".md", ".png")]
-    paths[0].write_text(json.dumps(results, indent=1) + "\n")
-    paths[1].write_text(markdown(results))
-    plot(results, paths[2])
-    return paths
+FOLDER = Path(__file__).resolve().parent / "results"
+Results = dict[str, Any]
 
 
 def result_path(machine: dict[str, Any], folder: Path, what: str) -> Path:
@@ -46,159 +32,104 @@ def result_path(machine: dict[str, Any], folder: Path, what: str) -> Path:
     return folder / f"{name.strip('-')}-{what}"
 
 
-def markdown(results: dict[str, Any]) -> str:
-    machine = results["machine"]
-    packages = ", ".join(f"{k} {v}" for k, v in machine["packages"].items() if v)
-    head = (
-        f"{machine['device']}, {machine['cores']} cores, {machine['threads']} threads; {packages}\n"
-        f"\n`{results['command']}`\n"
-    )
-    return "\n".join([head, *(table(case) for case in results["cases"]), legend()])
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    from benchmarks.parts import PARTS
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    add("--full", action="store_true", help="large shapes, all dtypes and implementations: hours")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--implementations", nargs="+", metavar="NAME", help="names with one of these, and ours")
+    add("--rounds", type=int, help="5, on a GPU 15, of the sweeps 3")
+    add("--patience", type=float, default=3.0, help="slower than this times ours: 2 rounds only")
+    add("--memory", choices=("all", "ours", "none"), default="all", help="whose to measure")
+    add("--quick", action="store_true", help="tiny inputs, two rounds: does everything run?")
+    add("--resume", action="store_true", help="keep what the same commit has measured already")
+    add("--render", action="store_true", help="only tables and plots, from the JSON there is")
+    add("--out", type=Path, default=FOLDER, help="tables of the documents: only by default")
+    args = parser.parse_args(argv)
+    if args.quick and args.out == FOLDER and not args.render:
+        parser.error("--quick needs --out: its numbers are no results")
+    return args
 
 
-def table(case: dict[str, Any]) -> str:
-    lines = [
-        f"### {case['description']}, {case['dtype']}",
-        "",
-        f"Loss {case['loss_type']}, beta {case['beta']}; the ratio of {case['clipped']:.1%} of the "
-        f"counted tokens is clipped. One logits product: {case['gemm_s']:.3f} s.",
-        "",
-        "| implementation | fed | time (s) | ours / it | extra memory (MB) | loss error "
-        "| logp error mean / max | dh error | dW error |",
-        "|---|---|---|---|---|---|---|---|---|",
-        *(_row(item) for item in case["implementations"]),
-        "",
-        *_verdicts(case),
-        "",
-    ]
-    for item in case["skipped"]:
-        lines.append(f"Skipped: {item['name']} ({item['reason']}).")
-    return "\n".join(lines)
+def main(argv: list[str] | None = None) -> None:
+    from benchmarks.parts import PARTS, Choice, default_parts
+    from benchmarks.peers import silence_known_warnings
+
+    args = parse(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.report: --device cuda, but torch sees no GPU")
+    silence_known_warnings()
+    choice = Choice(settings(args), args.device, args.memory)
+    machine, start = measure.machine(args.device), time.perf_counter()
+    command = shlex.join(["python", "-m", "benchmarks.report", *(argv or sys.argv[1:])])
+    for part in args.only or (PARTS if args.render else default_parts(choice)):
+        base = result_path(machine, args.out, part)
+        if not args.render:
+            run_part(part, choice, {"command": command, "machine": machine}, base, args.resume)
+        if base.with_suffix(".json").exists():
+            render(part, base)
+            print(base.with_suffix(".md").read_text(), flush=True)
+    if args.out == FOLDER:
+        from benchmarks import readme
+
+        readme.main([])
+    progress(f"{(time.perf_counter() - start) / 60:.1f} minutes")
 
 
-def _row(item: dict[str, Any]) -> str:
-    error, ratio = item["errors"], item["ours_over_it"]
-    spread = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
-    seconds = f"{item['median_s']:.2f}" if item["median_s"] > 0.1 else f"{item['median_s']:.2g}"
-    peak = item["peak_bytes"]
-    return (
-        f"| {item['name']} | {item['layout']} | {seconds} | {spread} "
-        f"| {'-' if peak is None else f'{peak / 1e6:.0f}'} | {error['loss']:.1e} "
-        f"| {error['logps_mean']:.1e} / {error['logps_max']:.1e} "
-        f"| {error['dhidden']:.1e} | {error['dweight']:.1e} |"
-    )
+def settings(args: argparse.Namespace) -> Any:
+    from benchmarks.compare import Settings
+
+    rounds = args.rounds or (2 if args.quick else 15 if args.device == "cuda" else 5)
+    only = tuple(args.implementations or ())
+    return Settings(rounds, args.patience, args.full, args.quick, only)
 
 
-def verdict(
-    case: dict[str, Any], layout: str, extras: bool, routed: bool = False
-) -> dict[str, Any] | None:
-    """Our time (on the padded batch) over that of the fastest other implementation of a layout,
-    with or without the extra ways to speed up eager code; `routed`: that of routed gradients."""
-    rows = case["implementations"]
-    others = [r for r in rows if r["layout"] == layout and not r["ours"]]
-    others = [r for r in others if extras or not r["extra"]]
-    if not others or not any(r["ours"] for r in rows):
-        return None
-    fastest = max(others, key=lambda r: r["ours_over_it"]["median"])
-    ratio, target = fastest["ours_over_it"]["median"], TARGETS.get((layout, case["dtype"]))
-    if routed:
-        item = routed_item(case)
-        if item is None:
-            return None
-        ratio /= item["ours_over_it"]["median"]
-        target = ROUTED_TARGETS.get((layout, case["dtype"]))
-    return {
-        "layout": layout,
-        "extras": extras,
-        "fastest": fastest["name"],
-        "ratio": ratio,
-        "target": target,
-        "holds": None if target is None else ratio <= target,
-    }
+def run_part(part: str, choice: Any, about: Results, base: Path, resume: bool) -> None:
+    """Measures the cases of a part, the memory after all times; saves after each."""
+    from benchmarks.parts import PARTS
+
+    path = base.with_suffix(".json")
+    old = json.loads(path.read_text())["cases"] if resume and path.exists() else []
+    commit = about["machine"]["commit"]
+    kept = {case["key"]: case for case in old if case["measured"]["commit"] == commit}
+    jobs = list(PARTS[part](choice))
+    cases: list[Results] = []
+    for job in jobs:
+        if job.key not in kept:
+            kept[job.key] = measured(job.measure, commit)
+        cases.append(kept[job.key])
+        save(path, about, cases)
+    for job, case in zip(jobs, cases, strict=True):
+        if job.memory is not None:
+            job.memory(case)
+            save(path, about, cases)
 
 
-def routed_item(case: dict[str, Any]) -> dict[str, Any] | None:
-    return next((r for r in case["implementations"] if r["name"] == ROUTED), None)
+def measured(call: Any, commit: str | None) -> Results:
+    load, start = measure.machine("cpu")["load_average"], time.perf_counter()
+    result = call()
+    stamp = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    seconds = round(time.perf_counter() - start, 1)
+    return result | {"measured": {"commit": commit, "utc": stamp, "seconds": seconds, "load": load}}
 
 
-def _verdicts(case: dict[str, Any]) -> list[str]:
-    lines = []
-    for routed, ours in ((False, "ours"), (True, "routed")):
-        for layout, fed in (("padded", "the padded batch"), ("counted", "only the counted tokens")):
-            for extras, whom in ((False, "eager, TRL, Liger and torch"), (True, "all others")):
-                if found := verdict(case, layout, extras, routed):
-                    outcome = _outcome(case, found)
-                    lines.append(f"- fed {fed}, {ours} over the fastest of {whom}: {outcome}")
-    return lines + _routed_verdicts(case)
+def save(path: Path, about: Results, cases: list[Results]) -> None:
+    partial_path = path.with_suffix(".tmp")
+    partial_path.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
+    partial_path.replace(path)  # a run that is stopped here must not leave half a file
 
 
-def _routed_verdicts(case: dict[str, Any]) -> list[str]:
-    """Of routed gradients: time over the logits' product and over exact gradients, and error."""
-    item = routed_item(case)
-    if item is None:
-        return []
-    over_exact = 1 / item["ours_over_it"]["median"]
-    over_product = item["median_s"] / case["gemm_s"]
-    error = max(item["errors"]["dhidden"], item["errors"]["dweight"])
-    lines = [
-        f"- routed over exact: {over_exact:.2f}",
-        f"- routed over the product: {over_product:.2f}",
-    ]
-    lines.append(f"- routed, larger error of dh and dW: {error:.2%}")
-    targets = [ROUTED_OVER_EXACT, ROUTED_OVER_PRODUCT, ROUTED_ERROR]
-    found = [over_exact, over_product, error]
-    for i, (value, target) in enumerate(zip(found, targets, strict=True)):
-        if case["targets_apply"] and (case["dtype"] == "fp32" or i == 2):
-            bound = f"{target:.1%}" if i == 2 else f"{target:.2f}"
-            lines[i] += f", target {bound}: {'holds' if value <= target else 'MISSED'}"
-    return lines
+def render(part: str, base: Path) -> None:
+    """Markdown and plot beside the JSON."""
+    from benchmarks import plots, tables
+
+    results = json.loads(base.with_suffix(".json").read_text())
+    base.with_suffix(".md").write_text(tables.page(part, results))
+    plots.draw(part, results, base.with_suffix(".png"))
 
 
-def _outcome(case: dict[str, Any], found: dict[str, Any]) -> str:
-    text = f"{found['ratio']:.2f} ({found['fastest']})"
-    if found["target"] is None or not case["targets_apply"]:
-        return text
-    return f"{text}, target {found['target']:.2f}: {'holds' if found['holds'] else 'MISSED'}"
-
-
-def legend() -> str:
-    return (
-        "Times are medians of rounds in which all implementations take turns in one process; "
-        "`ours / it` is taken round by round (median, range). Ours is fed the padded batch unless "
-        "it says packed; others are fed what the column says, the counted tokens being picked out "
-        "before the clock starts. Extra memory is the peak of a fresh process beyond the inputs, "
-        "both gradients included. Errors are against fp64 on the same inputs: loss absolute, "
-        "log-probabilities in nats, gradients relative (Frobenius).\n"
-    )
-
-
-def summarize(timing: Timing, ours: Timing) -> dict[str, float]:
-    ratios = ours.ratios(timing)
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    cases = results["cases"]
-    rows = max(len(c["implementations"]) for c in cases)
-    figure, axes = plt.subplots(
-        len(cases), 2, figsize=(13, (0.32 * rows + 1.2) * len(cases)), squeeze=False
-    )
-    for (left, right), case in zip(axes, cases, strict=True):
-        items = case["implementations"][::-1]
-        labels = [f"{i['name']} ({i['layout']})" for i in items]
-        colors = ["tab:green" if i["ours"] else "tab:gray" for i in items]
-        left.barh(labels, [i["median_s"] for i in items], color=colors)
-        left.axvline(case["gemm_s"], color="black", linewidth=0.8, linestyle=":")
-        left.set_xlabel("seconds (dotted: one logits product)")
-        left.set_title(f"{case['name']}, {case['dtype']}", fontsize=10)
-        right.barh(labels, [(i["peak_bytes"] or 0) / 1e6 for i in items], color=colors)
-        right.set_xlabel("extra memory with gradients, MB")
-        right.set_yticklabels([])
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+if __name__ == "__main__":
+    main()

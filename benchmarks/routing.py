@@ -1,4 +1,4 @@
-"""Error and cost of the routed backward against tau and entropy: `python -m benchmarks.routing`.
+"""Error and cost of the routed backward against tau and entropy.
 
 Real tokens at several sampling temperatures; for each tau the relative error of dh and dW against
 exact gradients (fp32), the entries kept per token, the noise that the metrics estimate, and the
@@ -7,8 +7,6 @@ time over that of exact gradients, taken in turns.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -17,57 +15,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.data import Case, real_case
-from benchmarks.measure import machine
-from benchmarks.report import result_path
-from fused_grpo import grpo_loss, linear_logprobs
+from benchmarks.compare import mean_entropy
+from benchmarks.data import Case, Spec, real_case
+from benchmarks.measure import progress
+from fused_grpo import grpo_loss
 
 EXPONENTS = (6, 8, 9, 10, 11, 12, 13, 14)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.6, 1.0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args(argv)
-    about = machine("cpu")
-    cases = [measure(real_case(t), args.rounds) for t in args.temperature]
-    base = result_path(about, args.out, "routing")
-    base.with_suffix(".json").write_text(json.dumps({"machine": about, "cases": cases}, indent=1))
-    base.with_suffix(".md").write_text("\n".join(table(case) for case in cases))
-    plot(cases, base.with_suffix(".png"))
-    print(base.with_suffix(".md").read_text())
+def run(temperature: float, rounds: int, quick: bool) -> dict[str, Any]:
+    """All tau at one temperature."""
+    tiny = Spec(tokens=48, vocab=257, width=32, dtype="fp32", temperature=temperature)
+    case = tiny.build() if quick else real_case(temperature)
+    progress("timing, in turns with exact gradients")
+    rows = [
+        measure(case, exponent, rounds) for exponent in (EXPONENTS[-2:] if quick else EXPONENTS)
+    ]
+    progress("timed")
+    return {
+        "key": f"T={temperature:g}",
+        "temperature": temperature,
+        "tokens": case.tokens,
+        "entropy": mean_entropy(case),
+        "rows": rows,
+    }
 
 
-def measure(case: Case, rounds: int) -> dict[str, Any]:
-    with torch.no_grad():
-        entropy = linear_logprobs(
-            case.hidden[case.mask],
-            case.weight,
-            case.ids[case.mask],
-            temperature=case.temperature,
-            entropy=True,
-        ).entropy
-    assert entropy is not None
-    exact = gradients(case, {})
-    rows: list[dict[str, Any]] = []
-    for exponent in EXPONENTS:
-        options = {"backward": "routed", "route_tau": 2.0**-exponent, "route_seed": 0}
-        found = gradients(case, options)
-        rows.append(
-            {
-                "exponent": exponent,
-                "dh": relative(found["dh"], exact["dh"]),
-                "dw": relative(found["dw"], exact["dw"]),
-                "noise": float(found["metrics"]["route/relative_noise"]),
-                "kept": float(found["metrics"]["route/kept_per_token"]),
-                "over_exact": in_turns(case, options, rounds),
-            }
-        )
-        print(f"T={case.temperature} {rows[-1]}", flush=True)
-    mean = float(entropy.mean())
-    return {"temperature": case.temperature, "tokens": case.tokens, "entropy": mean, "rows": rows}
+def measure(case: Case, exponent: int, rounds: int) -> dict[str, Any]:
+    options = {"backward": "routed", "route_tau": 2.0**-exponent, "route_seed": 0}
+    truth, found = gradients(case, {}), gradients(case, options)
+    progress(f"routing: T={case.temperature:g}, tau = 2^-{exponent}")
+    return {
+        "exponent": exponent,
+        "dh": relative(found["dh"], truth["dh"]),
+        "dw": relative(found["dw"], truth["dw"]),
+        "noise": float(found["metrics"]["route/relative_noise"]),
+        "kept": float(found["metrics"]["route/kept_per_token"]),
+        "over_exact": in_turns(case, options, rounds),
+    }
 
 
 def gradients(case: Case, options: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +100,11 @@ def table(case: dict[str, Any]) -> str:
         f"| {r['noise']:.2%} | {r['over_exact']:.2f} |"
         for r in case["rows"]
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
+
+
+def page(cases: list[dict[str, Any]]) -> list[str]:
+    return ["\n\n".join(map(table, cases))]
 
 
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
@@ -145,7 +134,3 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     cost.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    main()

@@ -36,12 +36,16 @@ def _fast_bf16(x: Tensor) -> bool:
     return x.device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+# Libraries keep a program for each size of a product: tokens that learn come in few numbers.
+_ROWS = 32
+
+
 @dataclass
 class Chunk:
-    """A chunk of tokens after its forward."""
+    """A chunk of tokens after its forward, and rows that only fill it up."""
 
     rows: Tensor  # [c, H]
-    index: Tensor  # [c] positions in the flattened hidden states
+    index: Tensor  # [<= c] positions in the flattened hidden states, of the tokens
     target: Tensor  # [c]
     temperature: Tensor | float  # [c, 1] or a number
     sums: TileSums
@@ -52,8 +56,15 @@ class Chunk:
     lora_rows: Tensor | None = None  # [c, r]
 
     def select(self, kept: Tensor) -> Chunk:
-        """The tokens at `kept`, which ascends; the large arrays are moved within their memory."""
+        """The tokens at `kept`, which ascends; the large arrays are moved within their memory.
+
+        The last one is repeated up to a multiple of `_ROWS`, as far as there is room.
+        """
+        count = len(kept)
+        size = min(count + -count % _ROWS, len(self.rows)) if count else 0
+        kept = torch.cat([kept, kept[-1:].expand(size - count)])
         chosen = select_rows(self, kept, but=("exps", "deltas"))
+        chosen.index = chosen.index[:count]
         for name in ("sums", "stats", "divergence"):
             part = getattr(self, name)
             setattr(chosen, name, None if part is None else select_rows(part, kept))
@@ -65,7 +76,7 @@ class Chunk:
 
 
 def _move_rows_up(x: Tensor, kept: Tensor) -> Tensor:
-    """x[kept] in the memory of x: kept ascends, so no row is read after it was written."""
+    """x[kept] in the memory of x: kept ascends, so a row is read before another takes its place."""
     for b in row_blocks(x[: kept.numel()]):
         x[b] = x[kept[b]]
     return x[: kept.numel()]
@@ -84,10 +95,12 @@ def add_gradients(
     kept = live.nonzero().squeeze(1)
     index, dh = chunk.index, None
     if kept.numel() < live.numel():
-        chunk, upstream = chunk.select(kept), upstream[kept]
+        chunk = chunk.select(kept)
+        upstream = upstream[kept].filled(len(chunk.rows))
     if kept.numel() > 0:
         shares = _shares(chunk, upstream, head)
         dh = _accumulate(chunk, shares, head, tile, weight_tile, result)
+        dh = None if dh is None else dh[: len(chunk.index)]
     if result.hidden_grad is None:
         return
     flat = result.hidden_grad.view(-1, chunk.rows.shape[1])
@@ -246,7 +259,7 @@ class _LoraGradients:
         if self.rows is not None and self.result.lora_hidden_grad is not None:
             self.rows.addcmul_(self.weight[chunk.target].to(self.rows.dtype), at_target)
             flat = self.result.lora_hidden_grad.view(-1, self.u.shape[1])
-            flat[chunk.index] = self.rows.to(flat.dtype)
+            flat[chunk.index] = self.rows[: len(chunk.index)].to(flat.dtype)
         if self.result.lora_weight_grad is not None:
             add_rows(self.result.lora_weight_grad, chunk.target, self.u * at_target)
 

@@ -161,10 +161,10 @@ def linear_logprobs(
             same hidden states and the same targets, which are ids in [0, sum V_r). All get the same
             results to the last bit, the whole gradient of `hidden`, and their rows' of the weight.
             Forward and backward are collectives. See docs/integrations.md.
-        support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
-            support_ids: normalise over the entries that a sampler could have drawn, see
-            `support.SupportOptions`. The support is a constant; a target outside of it counts as
-            kept.
+        support_top_k, support_top_p, support_min_p: normalise over the entries that a sampler could
+            have drawn, see `support.SupportOptions`. The support is a constant; a target outside of
+            it counts as kept.
+        support_min_logp, support_min_logit, support_ids: other ways to say which entries those are.
         backward, route_tau, route_seed, route_weight_grad, sequence_ids: sparse, unbiased
             gradients, see `routed.RouteOptions`; sequence_ids in the shape of targets[..., 0], as
             the last dimension is that of positions.
@@ -350,8 +350,8 @@ def grpo_loss(
         ref_temperature, ref_logit_scale, ref_softcap: of the reference's head; default: the
             policy's.
         importance_sampling_ratio: weights on the policy term, per token or per sequence, detached.
-        bias, lora_hidden, lora_weight, temperature, logit_scale, softcap, backend, check_inputs,
-            chunk_bytes, compact, process_group: as in `linear_logprobs`.
+        bias, lora_hidden, lora_weight, temperature, logit_scale, softcap: as in `linear_logprobs`.
+        backend, check_inputs, chunk_bytes, compact, process_group: as there.
         sequence_group: the ranks that share the tokens of sequences (sequence or context
             parallelism): each gives a part of the tokens of the same B sequences, in the same
             order, [B, T_r] or packed with a bound for every sequence, any T_r. Ratios, masks and
@@ -417,10 +417,11 @@ def grpo_loss(
             "k2" or "k3", as in {"seq_mean_k3": 0.01}. All must hold for a token to count. For k1
             a bound u or pair (l, u) is of the ratio sampler / old.
         veto_ratio_min, veto_ratio_max: one token outside rejects its sequence.
-        support_top_k, support_top_p, support_min_p, support_min_logp, support_min_logit,
-            support_ids: normalise policy and reference over the entries that the sampler could
-            have drawn (see `support.SupportOptions`). Log-probabilities that are given (old_...,
-            ref_...) must be over the same entries. A target outside counts as kept.
+        support_top_k, support_top_p, support_min_p: normalise policy and reference over the entries
+            that the sampler could have drawn (see `support.SupportOptions`). Log-probabilities that
+            are given (old_..., ref_...) must be over the same entries. A target outside counts as
+            kept.
+        support_min_logp, support_min_logit, support_ids: other ways to say which entries those are.
 
     Returns:
         GRPOLossOutput. Its metrics: "clip_ratio/low_mean" (share with A < 0 below the objective's

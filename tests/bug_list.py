@@ -2,7 +2,7 @@
 
     python tests/bug_list.py
 
-writes docs/bug-list.md. A test says in its docstring which faults it keeps out, by their ids.
+writes docs/bug-list.md. A test's docstring begins with the ids of the faults that it keeps out.
 """
 
 from __future__ import annotations
@@ -124,24 +124,141 @@ ENTRIES = {
     "T11": "sentinels of masked tokens in the metrics",
 }
 
-# id -> why no test here can keep it out
-ELSEWHERE = {
-    "D7": "Megatron's overlapped gathers are not supported; the loss belongs inside the model's "
-    "forward, where hooks fire (docs/integrations.md).",
+# id -> where, in GitHub's issues and pull requests
+REPORTED = {
+    "N1": "verl#2656, #2899, #5349",
+    "N2": "verl#7439, SkyRL#2141",
+    "N4": "trl#3015, OpenRLHF#1160, slime#2198",
+    "N5": "prime-rl#2084, Soup#342, #1084",
+    "N6": "trl#7221, SkyRL#2259",
+    "N7": "trl#6625",
+    "N8": "OpenRLHF#1319",
+    "N9": "trl#3029, #4159, NeMo-RL#316",
+    "N10": "unsloth-zoo#593, trl#5691",
+    "N11": "ml-cross-entropy#52, #53",
+    "N12": "Liger-Kernel#512, #1391, OLMo-core#370",
+    "N13": "Liger-Kernel#1329",
+    "N14": "TransformerEngine#3193",
+    "N15": "ml-cross-entropy#14, #18",
+    "N16": "unsloth-zoo#599",
+    "N17": "trl#3640, slime#2197, #2297",
+    "N18": "maxtext#5231",
+    "N19": "Megatron-LM#2206",
+    "S1": "verl#7235, VeOmni#1017",
+    "S3": "unsloth-zoo#591",
+    "S4": "ml-cross-entropy#37, #39, Liger-Kernel#1296",
+    "S6": "unsloth#7, #19, #91",
+    "S8": "axolotl#3767, pytorch#195829",
+    "S10": "trl#7077, #6859, #6842",
+    "S11": "trl#4974, unsloth#6738",
+    "S13": "unsloth#4081, #4149, #4181",
+    "S14": "verl#3723, #3724",
+    "S15": "verl#6846",
+    "S16": "trl#5144",
+    "S17": "unsloth-zoo#708, unsloth#5121, #5244",
+    "S18": "unsloth#5230, #7012",
+    "S19": "unsloth-zoo#840",
+    "S20": "unsloth#4502",
+    "R1": "Liger-Kernel#1082, #1088, trl#5031",
+    "R2": "trl#5619, #6024",
+    "R3": "verl#5625, SkyRL#925, twinkle#292",
+    "R4": "trl#6369, #6439, #7068",
+    "R5": "unsloth-zoo#1286, #1262, trl#3248",
+    "R6": "Liger-Kernel#968, #678, #488",
+    "R8": "unsloth#11337, #6523",
+    "R9": "Liger-Kernel#626, #628",
+    "R11": "Soup#723",
+    "R12": "transformers#37766, #34373, trl#6478",
+    "R13": "Liger-Kernel#1160, trl#6140",
+    "R14": "prime-rl#858",
+    "R15": "trl#6503",
+    "D1": "trl#7245, #7246, #7247",
+    "D2": "trl#3368, #5891, #4544",
+    "D3": "trl#6696, #6694, #6698",
+    "D4": "ml-cross-entropy#31, NeMo-Automodel#1087, torchtune#2800",
+    "D5": "Liger-Kernel#332, LlamaFactory#5941",
+    "D6": "Liger-Kernel#48, #631",
+    "D7": "NeMo-RL#2833",
+    "D8": "transformers#42414",
+    "D9": "triton#2441, #5205, Liger-Kernel#401",
+    "D11": "verl#3849",
+    "M1": "trl#3678, #4585, #2709",
+    "M2": "slime#2253, #1523, #1951",
+    "M3": "NeMo-RL#2871, #4222, #4114",
+    "M4": "Liger-Kernel#1441, prime-rl#3011, trl#7076",
+    "M6": "Liger-Kernel#1414, #1439, #395",
+    "M8": "AgileRL#522, Liger-Kernel#1294",
+    "M9": "trl#7125",
+    "M10": "verl#1720",
+    "M11": "Liger-Kernel#941",
+    "I1": "trl#4612, #5676",
+    "I2": "trl#6808, #7270, #5595",
+    "I3": "trl#4975",
+    "I4": "trl#6697, #5943",
+    "I5": "verl#1720",
+    "I6": "ms-swift#7052, #4966, unsloth#2738",
+    "I7": "Liger-Kernel#305, #501, LlamaFactory#5583",
+    "I11": "ml-cross-entropy#41",
+    "I12": "pytorch#180642, Liger-Kernel#174, #1160",
+    "I13": "pytorch#188296",
+    "I14": "trl#4947, #4948",
+    "I15": "Liger-Kernel's source",
+    "K1": "triton#11584, #11585, #4972",
+    "K2": "Liger-Kernel#507, #508",
+    "K3": "triton#4217, #6547, #54",
+    "K4": "triton#5895",
+    "K5": "ml-cross-entropy#45, #53, marin#3159",
+    "K6": "linear_cross_entropy_loss#1, ml-cross-entropy#6, Liger-Kernel#916",
+    "T1": "ms-swift#8123, trl#5773, #5775",
+    "T3": "trl#3566, #3017, ms-swift#3980",
+    "T4": "trl#6166, #6296, #6693",
+    "T5": "trl#6789, #7269, prime-rl#2600",
+    "T6": "trl#5597, #7068",
+    "T7": "trl#3120, #3294, minimind#775",
+    "T8": "unsloth#3006",
+    "T9": "grpo-flat#2",
+    "T10": "unsloth-zoo#832",
+    "T11": "trl#2496, #6121",
 }
 
-ID = re.compile(rf"\b([{''.join(SECTIONS)}]\d{{1,2}})\b")
+# id -> why no test here can keep it out
+ELSEWHERE: dict[str, str] = {}
+
+ID = rf"[{''.join(SECTIONS)}]\d{{1,2}}"
+# What a docstring begins with: "N1: ...", "N1, N2: ..." or "N1."; further on it may mean others.
+IDS = re.compile(rf"({ID}(?:,\s+{ID})*)[:.]")
+# marks of tests that CI does not run
+NOT_IN_CI = ("pytest.mark.gpu", "pytest.mark.slow")
 
 
-def found() -> dict[str, list[str]]:
-    """id -> the tests (and cases that `test_distributed` runs on ranks) that name it."""
+def ids_of(function: ast.FunctionDef) -> list[str]:
+    """The entries that a test keeps out."""
+    found = IDS.match(ast.get_docstring(function) or "")
+    return [] if found is None else re.findall(ID, found[1])
+
+
+def _named(assign: ast.Assign, name: str) -> bool:
+    return any(isinstance(x, ast.Name) and x.id == name for x in assign.targets)
+
+
+def found(ci: bool = False) -> dict[str, list[str]]:
+    """id -> the tests (and cases that `test_distributed` runs on ranks) that name it.
+
+    `ci`: only those that need neither a GPU nor minutes.
+    """
     tests: dict[str, list[str]] = defaultdict(list)
     for path in sorted([*FOLDER.glob("test_*.py"), *FOLDER.glob("ranks_*.py")]):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef):
-                for name in ID.findall(ast.get_docstring(node) or ""):
-                    if node.name.startswith("test_") or path.name.startswith("ranks_"):
-                        tests[name].append(f"{path.stem}::{node.name.removeprefix('test_')}")
+        body = ast.parse(path.read_text()).body
+        of_module = [n for n in body if isinstance(n, ast.Assign) and _named(n, "pytestmark")]
+        for node in body:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            marks = " ".join(map(ast.unparse, [*of_module, *node.decorator_list]))
+            if ci and any(mark in marks for mark in NOT_IN_CI):
+                continue
+            if node.name.startswith("test_") or path.name.startswith("ranks_"):
+                for name in ids_of(node):
+                    tests[name].append(f"{path.stem}::{node.name.removeprefix('test_')}")
     return tests
 
 
@@ -149,10 +266,16 @@ def document() -> str:
     """docs/bug-list.md."""
     tests, lines = found(), [HEAD]
     for letter, title in SECTIONS.items():
-        lines += [f"## {title}", "", "| | what went wrong elsewhere | tests |", "|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            "| | what went wrong elsewhere | reported in | tests |",
+            "|---|---|---|---|",
+        ]
         for name in (name for name in ENTRIES if name.startswith(letter)):
             kept_out = ", ".join(f"`{test}`" for test in dict.fromkeys(tests.get(name, [])))
-            lines.append(f"| {name} | {ENTRIES[name]} | {kept_out or ELSEWHERE.get(name, '')} |")
+            last = kept_out or ELSEWHERE.get(name, "")
+            lines.append(f"| {name} | {ENTRIES[name]} | {REPORTED[name]} | {last} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -62,11 +62,13 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class MatmulCounter(TorchDispatchMode):
-    """Counts multiplications in matrix products, as ``count``."""
+    """Counts multiplications in matrix products, as ``count``, and keeps the ``shapes`` of both
+    operands."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,6 +79,7 @@ class MatmulCounter(TorchDispatchMode):
             a, b = args[1:3] if name.startswith("addmm") else args[:2]
             columns = b.shape[0] if "linear" in name else b.shape[-1]
             self.count += a.numel() * columns
+            self.shapes.add((*a.shape, *b.shape))
         return result
 
 

@@ -203,6 +203,24 @@ def shard_without_mass() -> None:
     check_gradients(full, got, want.grads, 1e-9)
 
 
+def strongly_negative() -> None:
+    """N1, N2: All logits near -300, and one peak that a single rank has: others took the maximum of
+    a shard from 0, or counted its padding. As without the shift, and as fp64 has it."""
+    full = make_case(bias=True, vocab=61, old=False, ref=False, entropy=True)
+    assert full.bias is not None
+    plain = oracle(full)
+    full.bias -= 300.0
+    full.bias[7] += 5.0
+    want, got = oracle(full), on_ranks(full)
+    assert_outputs_agree(got.output, want.output, TOLERANCE[torch.float64])
+    check_gradients(full, got, want.grads, 1e-9)
+    assert (got.output.per_token_logps <= 0).all()
+    full.bias[7] -= 5.0
+    got = on_ranks(full)
+    close(got.output.per_token_logps, plain.output.per_token_logps, 1e-10, "logps")
+    close(got.output.entropy, plain.output.entropy, 1e-10, "entropy")
+
+
 def not_a_number() -> None:
     """A NaN in one rank's rows is seen by all."""
     full = case_of()
@@ -240,6 +258,9 @@ def number_of_collectives() -> None:
     assert len({tuple(c) for c in of_all(calls[0])}) == 1
 
 
-for function in (masked_out, shard_without_mass, not_a_number, number_of_collectives):
+for function in (
+    *(masked_out, shard_without_mass, strongly_negative, not_a_number),
+    number_of_collectives,
+):
     case(function)
 assert not {k for k in HEAD_OPTIONS if not any(k in options for options in HEADS.values())}

@@ -322,7 +322,7 @@ def test_normalize_then_sum() -> None:
 
 
 def test_a_reward_of_another_unit_does_not_drown_the_others() -> None:
-    """T9's kind: the unit of one reward matters in a sum, and not once it is normalised."""
+    """T9: the unit of one reward matters in a sum, and not once it is normalised."""
     scaled = REWARDS * torch.tensor([1.0, 0.001])
     before, after = (
         multi_reward_advantages(r, 4, estimator="gdpo", eps=0.0) for r in (REWARDS, scaled)

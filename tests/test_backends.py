@@ -36,7 +36,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
 
 
 def test_auto_is_torch_on_a_cpu() -> None:
-    """Interpreted kernels are for those who ask for them by name."""
+    """D9: Tensors of a CPU go to torch; interpreted kernels are for those who ask by name."""
     assert backends.choose("auto", *tensors()) is backends.CHUNKED
     assert backends.choose("chunked", *tensors()) is backends.CHUNKED
     assert backends.choose("triton", *tensors()).name == "triton"

@@ -1,4 +1,4 @@
-"""docs/trainer-loop.md: its code runs, and it names every option of the loop with its default."""
+"""docs/trainer-loop.md names every option of the loop with its default."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ import pytest
 from fused_grpo.trainer.loop_args import LoopArguments
 
 TEXT = (Path(__file__).parents[1] / "docs" / "trainer-loop.md").read_text()
-
-
-def test_code_blocks_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "docs/trainer-loop.md", "exec"), {"__name__": "docs"})
-    assert capsys.readouterr().out.endswith("[None]\nCounter({'error': 1})\n")
 
 
 @pytest.mark.parametrize("field", fields(LoopArguments), ids=lambda field: field.name)

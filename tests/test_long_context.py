@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,21 +42,3 @@ def test_both_compute_the_same(tmp_path: Path) -> None:
     eager, fused = main([*SMALL, *short])
     assert eager["loss"] == pytest.approx(fused["loss"], rel=1e-5)
     assert eager["grad_norm"] == pytest.approx(fused["grad_norm"], rel=1e-4)
-
-
-def printed_by(page: str) -> list[str]:
-    """What each python block of a page prints."""
-    out = []
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        with contextlib.redirect_stdout(io.StringIO()) as text:
-            exec(block, {})
-        out.append(text.getvalue())
-    return out
-
-
-def test_recipes_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/trainer-long-context.md").read_text()
-    shown = page.split("<!-- recipes -->\n")[1].split("<!-- end -->")[0]
-    assert printed_by(page)[-1] == shown
-    printed_by((ROOT / "docs/trainer-distributed.md").read_text())

@@ -326,8 +326,11 @@ def test_masked_tokens_cost_nothing(level: str) -> None:
 @pytest.mark.both_backends(triton_if=lambda p: p["level"] == "token")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_tokens_that_cannot_learn_skip_the_backward(level: str) -> None:
-    """Advantage 0 (a group of equal rewards) or clipped: the forward's product alone."""
-    call = batch(importance_sampling_level=level)
+    """Advantage 0 (a group of equal rewards) or clipped: the forward's product alone.
+
+    In one chunk: those that learn are filled up to a multiple of 32 rows in each.
+    """
+    call = batch(importance_sampling_level=level) | {"chunk_bytes": 2**30}
     call["advantages"] = torch.tensor([0.0, 1.0, 0.0, 0.0])
     assert work(call) == pytest.approx(1.0 + 2.0 / 4)
     with torch.no_grad():
@@ -400,6 +403,22 @@ def resident_growth(tokens: int, options: dict[str, Any]) -> int:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True
     )
     return int(done.stdout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_come_in_few_sizes(dtype: torch.dtype) -> None:
+    """Libraries keep a program for each: if every chunk left out another number of tokens, memory
+    would grow with the tokens of a run."""
+    tokens, vocab, width = 3000, 300, 16
+    hidden = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    learns = torch.rand(1, tokens) < torch.linspace(0.1, 1, tokens)
+    ids = torch.randint(vocab, (1, tokens))
+    with MatmulCounter() as products:
+        out = grpo_loss(hidden, weight, ids, learns.float(), chunk_bytes=400_000)
+        out.loss.backward()
+    assert len(products.shapes) > 3, "the gradients' products were not seen"
+    assert len(products.shapes) < 20, sorted(products.shapes)
 
 
 @pytest.mark.slow

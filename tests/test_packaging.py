@@ -192,7 +192,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert sources | {"fused_grpo/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
 
 
-@pytest.mark.parametrize("lock", ["dev", "model", "bench"])
+@pytest.mark.parametrize("lock", ["dev", "model", "bench", "docs"])
 def test_locks_pin_exact_versions(lock):
     lines = pins(f"requirements-{lock}.lock")
     assert lines
@@ -209,8 +209,9 @@ def test_locks_cover_what_the_project_asks_for():
     }
     wanted = {canonical(r) for r in PROJECT["dependencies"] + extras["dev"] + extras["demo"]}
     assert wanted - {"fused-grpo"} <= locked
-    bench = {canonical(line) for line in pins("requirements-bench.lock")}
-    assert {canonical(r) for r in extras["bench"]} - {"fused-grpo"} <= locked | bench
+    for extra in ("bench", "docs"):
+        more = {canonical(line) for line in pins(f"requirements-{extra}.lock")}
+        assert {canonical(r) for r in extras[extra]} - {"fused-grpo"} <= locked | more
 
 
 def test_names_are_found_when_they_are_asked_for() -> None:

@@ -106,15 +106,3 @@ def test_a_rollout_that_leaves_out_what_is_wanted(
     run = GRPOTrainer(model, letters, args, PROMPTS, None, tokenizer, rollout=Own())
     with pytest.raises(ValueError, match=f"the rollout reports {message}"):
         run.train()
-
-
-def test_the_document_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block of Python in docs/trainer-rollouts.md, one after another."""
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[1] / "docs" / "trainer-rollouts.md").read_text()
-    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    assert len(blocks) >= 4
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert names["trainer"].state.global_step == 2

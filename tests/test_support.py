@@ -319,7 +319,7 @@ def test_keeping_everything_changes_nothing() -> None:
 
 
 def test_ids_of_the_sampler_stay_when_the_policy_moves() -> None:
-    """The bias that truncation puts on ratios (T5) is gone: E_sampler[ratio] is 1 over the
+    """T5: the bias that truncation puts on ratios is gone: E_sampler[ratio] is 1 over the
     sampler's support, and the new policy's mass in it without one."""
     sampler, vocab = head((1,), 60), 60
     policy = sampler | {"hidden": sampler["hidden"] + 0.3 * torch.randn(1, 24)}

@@ -138,7 +138,7 @@ def _training_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dropped_groups_count_in_no_normaliser(
     tmp_path: Path, scheme: str, truncated: bool
 ) -> None:
-    """Two of four prompts are dropped and none sampled: a batch of the other two alone."""
+    """T6: Two of four prompts are dropped and none sampled: a batch of the other two alone."""
     options: dict[str, Any] = {"aggregation": scheme, "mask_truncated_completions": truncated}
     options |= {"beta": 0.3, "entropy_coef": 0.01}
 

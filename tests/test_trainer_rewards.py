@@ -233,6 +233,7 @@ def test_an_isolated_verifier_costs_samples_and_tells_how_many() -> None:
 
 
 def test_completions_that_nobody_scores_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """T1: with the prompt and the completion."""
     with caplog.at_level(logging.WARNING):
         rewards(lambda **_: [1.0, None, 2.0], lambda **_: [None, None, 1.0])
     assert "no reward function has a reward for 1 of 3 completions" in caplog.text

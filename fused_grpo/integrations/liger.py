@@ -289,10 +289,13 @@ class FusedLinearGRPOLoss(nn.Module):
     (luspo's exceptions aside); ids out of range raise. What Liger asserts raises ValueError.
 
     Args:
-        beta, use_ref_model, epsilon_low, epsilon_high, loss_type, max_completion_length,
-        importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, temperature,
-        use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg:
-            as there. `beta` < 0, vespo_k <= 0 and temperature <= 0 raise in the call.
+        beta, use_ref_model, use_bias_correction_kl, temperature: as there. `beta` < 0 and
+            temperature <= 0 raise in the call.
+        epsilon_low, epsilon_high, loss_type, importance_sampling_level, max_completion_length: as
+            there.
+        sapo_temperature_pos, sapo_temperature_neg: as there.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: as there. vespo_k <= 0 raises
+            in the call.
         delta: upper bound of the ratio; at most 1 raises in the call, as it would clip every token.
         compiled, chunk_size: without effect: nothing needs compiling, and chunks are chosen by
             memory.
