@@ -27,7 +27,7 @@ FLOOR = 0.95
 TESTS = {
     "fused_grpo/kl.py": "worked_examples log_ratios policy_loss trainer_policy objectives",
     "fused_grpo/ratios.py": "worked_examples log_ratios policy_loss objectives",
-    "fused_grpo/aggregation.py": "aggregation worked_examples reductions",
+    "fused_grpo/aggregation.py": "aggregation worked_examples reductions masks",
     "fused_grpo/estimators.py": "advantages advantage_estimators worked_examples",
     "fused_grpo/advantages.py": "advantages advantage_estimators",
     "fused_grpo/corrections.py": "corrections objectives",
