@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -151,3 +152,18 @@ def check_targets(
     if bad_temperature.any():
         raise ValueError(f"{of} holds a value that is not > 0 at a token that counts")
     return target, temperature
+
+
+def imported_function(argument: str, name: str) -> Callable[..., Any]:
+    """The function that `argument`, "module:function", names; ValueError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{argument}={name!r}: no function {attribute!r} in an installed module {module!r} "
+            f"({error})"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"{argument}={name!r} is not a function, but {type(function).__name__}")
+    return function

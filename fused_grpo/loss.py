@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -711,7 +712,10 @@ def _group(**groups: ProcessGroup | None) -> str | None:
 def _known(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     for name in options:
         if name not in names:
-            raise TypeError(f"unknown option {name!r}; there are {', '.join(names)}")
+            arguments = {name for call in CALLS for name in inspect.signature(call).parameters}
+            near = difflib.get_close_matches(name, sorted({*names, *arguments}), 1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise TypeError(f"unknown option {name!r}{meant}; there are {', '.join(names)}")
     return dict(options)
 
 
@@ -876,3 +880,6 @@ def _output(
         entropy=None if entropy is None else batch.to_layout(entropy.detach()),
         metrics=logged,
     )
+
+
+CALLS = (grpo_loss, linear_logprobs, policy_loss)  # whose arguments a misspelt option may mean

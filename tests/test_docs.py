@@ -23,6 +23,8 @@ from fused_grpo import trainer
 from fused_grpo.integrations import liger, trl
 from fused_grpo.objectives import LOSS_TYPES
 
+sys.path.append(str(ROOT))  # benchmarks/ is run from the root, and not installed
+
 # Commands that are read by nobody here: page, words they begin with, why not.
 NOT_RUN = (
     (

@@ -116,6 +116,12 @@ def test_unknown_options(name: str) -> None:
         GRPOLoss(**{name: 0.1})
 
 
+def test_misspelt_names_are_told_what_was_meant() -> None:
+    """Arguments as well as options."""
+    rejects(TypeError, "temprature did you mean 'temperature'", arguments(temprature=0.7))
+    rejects(TypeError, "epsilon_hi did you mean 'epsilon_high'", arguments(epsilon_hi=0.3))
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fused_grpo.checks import check_choice
+from fused_grpo.checks import check_choice, imported_function
 from fused_grpo.objectives import surrogates
 from fused_grpo.objectives.view import TokenView
 
@@ -234,24 +233,10 @@ def loss_type_row(name: str) -> LossType:
     if not isinstance(name, str):
         raise TypeError(f"loss_type must be a string, not {type(name).__name__}")
     if name not in LOSS_TYPES and ":" in name:
-        function = _load(name)
+        function = imported_function("loss_type", name)
         known = [row for row in LOSS_TYPES.values() if row.surrogate is function]
         LOSS_TYPES[name] = (
             known[0] if known else _custom_row("token_mean", "batch", False)(function)
         )
     check_choice("loss_type", name, LOSS_TYPES)
     return LOSS_TYPES[name]
-
-
-def _load(name: str) -> Surrogate:
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"loss_type={name!r}: no function {attribute!r} in an installed module {module!r} "
-            f"({error})"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"loss_type={name!r} is not a function, but {type(function).__name__}")
-    return function

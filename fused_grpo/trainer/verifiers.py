@@ -8,13 +8,13 @@ of the data set such as `answer`. Nothing that a data set or a model wrote is ev
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from fused_grpo.checks import imported_function
 from fused_grpo.trainer import judges
 from fused_grpo.trainer.isolation import isolated
 from fused_grpo.trainer.models import MissingExtraError
@@ -84,7 +84,7 @@ def make_verifier(form: str) -> tuple[str, Verifier]:
             raise ValueError(f"verifier={form!r}: the pattern does not compile: {error}") from error
         return "regex", functools.partial(judges.regex, rest)
     if rest:
-        return rest, _imported(form)
+        return rest, imported_function("verifier", form)
     raise ValueError(f"verifier={form!r} is unknown; it is one of {FORMS}")
 
 
@@ -95,20 +95,6 @@ def need(package: str, what: str) -> None:
             f"{what} needs {package.replace('_', '-')}, which is not installed here. Install the "
             "tasks extra, `pip install 'fused-grpo[tasks]'`"
         )
-
-
-def _imported(form: str) -> Verifier:
-    module, _, name = form.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"verifier={form!r}: no function {name!r} in an installed module {module!r} ({error}); "
-            f"a verifier is {FORMS}"
-        ) from error
-    if not callable(function):
-        raise ValueError(f"verifier={form!r} is not a function, but {type(function).__name__}")
-    return function
 
 
 def _each_exact(completions: list[str], answer: list[Any], **_: Any) -> list[float | None]:
