@@ -29,6 +29,7 @@ GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 .PHONY: help install demo test lint format docs bench bench-regression gate gpu clean distclean
 
 help:
+	@echo "make install    fill $(VENV), which the others do first"
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
 	@echo "make test       run the tests                              (PYTEST_ARGS='-k trainer -n 0')"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
