@@ -339,7 +339,8 @@ def grpo_loss(
         weight: [V, H].
         completion_ids: [B, T]; packed: [N] or [1, N] with `cu_seqlens`. Integers in [0, V) where
             they count.
-        advantages: one per sequence, [B] (packed: [S]), or one per token.
+        advantages: one per sequence, [B] (packed: [S]), or one per token. Where as many packed
+            tokens as sequences leave open which: [S, 1] or [1, N].
         completion_mask: what counts, in the shape of completion_ids, boolean or 0/1. None:
             everything. Whatever stands at other positions, NaN included, has no effect.
         old_per_token_logps: log-probs of the policy that sampled. None: this policy, detached:
