@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 PYTEST_WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 BENCH_ARGS ?=
 GATE_ARGS ?= --check
+FUZZ_ARGS ?= --minutes 20
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -26,7 +27,7 @@ DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test lint format docs bench bench-regression gate gpu clean distclean
+.PHONY: help install demo test lint format docs bench bench-regression fuzz gate gpu clean distclean
 
 help:
 	@echo "make install    fill $(VENV), which the others do first"
@@ -36,6 +37,7 @@ help:
 	@echo "make docs       build the site of docs/ into site/, strictly"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
 	@echo "make bench-regression   time ours, and compare with the last time"
+	@echo "make fuzz       draw cases for the property tests          (FUZZ_ARGS='--minutes 20 --seed 1')"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
 	@echo "make gpu        on a GPU: doctor, tests and benchmark, with PYTHON as it is"
 	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
@@ -86,6 +88,10 @@ bench: $(BENCH)
 # Each run is saved in .benchmarks/ and compared with the one before, if there is one.
 bench-regression: $(BENCH)
 	$(BIN)/python -m pytest benchmarks/test_regression.py --benchmark-autosave --benchmark-compare $(PYTEST_ARGS)
+
+# One thread: the cases are small. It says how many it tried, and with which seeds.
+fuzz: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py $(FUZZ_ARGS)
 
 gate: $(DEV)
 	$(BIN)/python -m fused_grpo_kernels.gate $(GATE_ARGS)

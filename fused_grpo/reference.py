@@ -372,7 +372,8 @@ def reference_policy_loss(
         return x.reshape(-1)[counted].to(dtype)
 
     def per_sequence_or_token(x: Tensor) -> Tensor:
-        return x.reshape(-1)[sequence].to(dtype) if x.numel() == num_sequences else per_token(x)
+        whole = x.shape in ((num_sequences,), (num_sequences, 1))
+        return x.reshape(-1)[sequence].to(dtype) if whole else per_token(x)
 
     logp = per_token(per_token_logps)
     losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(

@@ -189,11 +189,14 @@ def pack(case: Case) -> Case:
         for k, v in case.options.items()
     }
     per_token = case.advantages.shape == keep.shape
+    advantages = case.advantages[keep] if per_token else case.advantages
+    if advantages.shape == (rows,) and keep.sum() == rows:  # of sequences, or of tokens?
+        advantages = advantages[None] if per_token else advantages[:, None]
     return replace(
         case,
         hidden=case.hidden[keep],
         ids=case.ids[keep],
-        advantages=case.advantages[keep] if per_token else case.advantages,
+        advantages=advantages,
         tensors=tensors,
         options=options,
     )

@@ -148,7 +148,7 @@ GARBAGE = st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -200.0])
 def test_masked_content_changes_no_bit(
     objective: str, data: st.DataObject, garbage: float, token: int
 ) -> None:
-    """R11: of values, metrics and gradients, with an upstream gradient that is garbage there too."""
+    """R11: of values, metrics and gradients; an upstream gradient may be garbage there too."""
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     case = data.draw(batches(objective, dtype=dtype))
     case.advantages = case.advantages.reshape(len(case.ids), -1).expand(case.ids.shape)
@@ -318,9 +318,7 @@ def test_ranges_of_all_outputs(
     value = {"top_k": 7, "top_p": 0.7, "min_p": 0.1}.get(support or "")
     kept = {} if support is None else {f"support_{support}": value}
     outputs = () if kept else ("lse", "log_sum_sq_probs", "mean_logits", "is_top1")
-    out = linear_logprobs(
-        hidden, weight, targets, entropy=True, outputs=outputs, **head, **kept
-    )
+    out = linear_logprobs(hidden, weight, targets, entropy=True, outputs=outputs, **head, **kept)
     size = out.support_size if kept else torch.full((5,), vocab)
     assert (out.logps <= 0).all()
     assert (out.entropy >= 0).all()
@@ -363,7 +361,7 @@ def settled(case: Case) -> bool:
         return True
     losses = []
     for by in (-1e-3, 0.0, 1e-3):
-        moved = {k: v for k, v in case.tensors.items()}
+        moved = dict(case.tensors)
         moved["old_per_token_logps"] = case.tensors["old_per_token_logps"] + by
         wide = Case(case.hidden, case.weight, case.ids, case.advantages, case.bias, moved)
         wide.options = case.options
@@ -518,4 +516,3 @@ def test_routed_gradients_are_right_on_average(
     log = 19.0
     bound = (2 * draws.var(0) * log / copies).sqrt() + 2 * largest * log / (3 * copies)
     assert (error <= bound + 1e-5 * (1 + exact.abs())).all()
-
