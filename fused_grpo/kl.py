@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from fused_grpo.ratios import clamp_log_ratio
+from fused_grpo.ratios import clamp_log_ratio, expm1
 
 
 def k1(d: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def k2(d: Tensor) -> Tensor:
 
 def k3(d: Tensor) -> Tensor:
     """e^d - d - 1 >= 0, and 0 only at d = 0 (Schulman 2020)."""
-    return torch.expm1(d) - d
+    return expm1(d) - d
 
 
 @dataclass(frozen=True)

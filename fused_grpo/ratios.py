@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,3 +78,45 @@ LEVELS: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
 def clamp_log_ratio(log_ratio: Tensor, limit: float | None) -> Tensor:
     """Clamped to +- limit: exp stays finite, and the gradient is 0 beyond; None: as it is."""
     return log_ratio if limit is None else log_ratio.clamp(-limit, limit)
+
+
+class _Exponential(torch.autograd.Function):
+    """e^x - `less`, whose gradient is 0 where that of the result is, infinite or not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, less: int) -> Tensor:
+        return torch.expm1(x) if less else torch.exp(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.less = inputs[1]
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Exponential.slope(ctx, grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return _Exponential.slope(ctx, tangent)
+
+    @staticmethod
+    def slope(ctx: Any, by: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.where((by == 0) & (y == torch.inf), 0.0, by * (y + ctx.less))
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x. Where it is infinite and a clip or a clamp has switched it off, the gradient is 0, as it
+    is for any finite value, and not the NaN of 0 times infinity."""
+    y: Tensor = _Exponential.apply(x, 0)
+    return y
+
+
+def expm1(x: Tensor) -> Tensor:
+    """e^x - 1, as `exp`."""
+    y: Tensor = _Exponential.apply(x, 1)
+    return y

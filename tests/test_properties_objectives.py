@@ -119,7 +119,11 @@ def assert_unmoved(case: Case, data: st.DataObject) -> None:
     for name, grad in want.grads.items():
         near(got.grads[name], grad, f"{name} after {moves}")
     assert got.metrics.keys() == want.metrics.keys()
+    # ratio (|d| - d), whose parts cancel but for rounding, decides which coefficients are 0
+    cancels = case.options.get("kl_estimator") == "abs+" and case.options["use_bias_correction_kl"]
     for name, value in want.metrics.items():
+        if cancels and name == "zero_coefficient_fraction":
+            continue
         near(got.metrics[name], value, f"{name} after {moves}", 1e-5)
 
 

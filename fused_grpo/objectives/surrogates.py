@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import clamp_log_ratio
+from fused_grpo.ratios import clamp_log_ratio, exp
 
 if TYPE_CHECKING:
     from fused_grpo.objectives.spec import LossSpec
@@ -87,7 +87,7 @@ def gmpo(t: TokenView, spec: LossSpec) -> Tensor:
         gains, torch.minimum(t.log_ratio, clamped), torch.maximum(t.log_ratio, clamped)
     )
     mean = clamp_log_ratio(t.sequence_mean(one_sided), spec.log_ratio_clamp)
-    return -t.advantages * mean.exp()
+    return -t.advantages * exp(mean)
 
 
 def reinforce(t: TokenView, spec: LossSpec) -> Tensor:
@@ -104,7 +104,8 @@ def masked_importance_sampling(t: TokenView, spec: LossSpec) -> Tensor:
     """-sg(rho) A l where 1 - eps_low < rho < 1 + eps_high, and 0 elsewhere."""
     ratio = t.ratio.detach()
     beyond = (ratio <= 1 - spec.epsilon_low) | (ratio >= 1 + spec.upper)
-    return torch.where(beyond, 0.0, -ratio * t.advantages * t.logps)
+    weight = torch.where(beyond, 0.0, ratio)  # a gradient of 0 times one that overflows is NaN
+    return torch.where(beyond, 0.0, -weight * t.advantages * t.logps)
 
 
 def dppo_tv(t: TokenView, spec: LossSpec) -> Tensor:

@@ -12,7 +12,7 @@ from fused_grpo.batch import TokenBatch
 from fused_grpo.kl import Penalty, kl_penalty
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import LEVELS, clamp_log_ratio
+from fused_grpo.ratios import LEVELS, clamp_log_ratio, exp
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,16 @@ def make_view(
     if spec.bypass:  # an unknown log-prob of the sampler is a ratio of 1
         old = torch.where(old.isnan(), logps.detach(), old)
     log_ratio = level_of(logps - old, batch, spec)
+    ratio = exp(clamp_log_ratio(log_ratio, spec.log_ratio_clamp))
+    # infinity times an advantage of 0 would be NaN, and any finite ratio times it is 0
+    nothing = (ratio == torch.inf) & (batch.advantages == 0)
+    ratio = ratio.masked_fill(nothing, torch.finfo(ratio.dtype).max)
     return TokenView(
         logps=logps,
         advantages=batch.advantages,
         old=old,
         log_ratio=log_ratio,
-        ratio=clamp_log_ratio(log_ratio, spec.log_ratio_clamp).exp(),
+        ratio=ratio,
         weight=weight,
         entropy=entropy,
         sequences=batch.sequences,
