@@ -36,7 +36,7 @@ def stale(gap: float, options: dict[str, Any], dtype: torch.dtype) -> Case | Non
     except ValueError as error:
         assert "log_ratio_clamp" in str(error)  # noqa: PT017 - an objective that takes no exp
         return None
-    advantages = torch.tensor([[1.3, 1.3, 1.3], [-0.7, -0.7, -0.7]], dtype=dtype)
+    advantages = torch.tensor([[1.3, 1.3, 0.0], [-0.7, -0.7, -0.7]], dtype=dtype)
     none = torch.zeros(2, 3, dtype=torch.long)
     case = Case(torch.zeros(2, 3, 1), logps, none, advantages, None, tensors, options)
     drop_unused(case)

@@ -82,10 +82,9 @@ def gmpo(t: TokenView, spec: LossSpec) -> Tensor:
     The bounds are e^-eps_low and e^eps_high: epsilons are log-ratios here. arXiv 2507.20673.
     """
     clamped = t.log_ratio.clamp(-spec.epsilon_low, spec.upper)
-    gains = t.advantages >= 0
-    one_sided = torch.where(
-        gains, torch.minimum(t.log_ratio, clamped), torch.maximum(t.log_ratio, clamped)
-    )
+    least, most = torch.minimum(t.log_ratio, clamped), torch.maximum(t.log_ratio, clamped)
+    one_sided = torch.where(t.advantages < 0, most, t.log_ratio)
+    one_sided = torch.where(t.advantages > 0, least, one_sided)
     mean = clamp_log_ratio(t.sequence_mean(one_sided), spec.log_ratio_clamp)
     return -t.advantages * exp(mean)
 
