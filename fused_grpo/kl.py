@@ -79,9 +79,26 @@ def kl_penalty(d: Tensor, estimator: str, limit: float | None, clamp: float | No
     if how.straight_through:
         gradient = k2(d)
         value = value.detach() + (gradient - gradient.detach())
+    beyond = raw.abs() > (torch.inf if clamp is None else clamp)
     if how.score:
-        value = value * (d.detach() - d).exp()
-    return Penalty(value, bounded != d, raw.abs() > (torch.inf if clamp is None else clamp))
+        since = d.detach() - d  # logp - sg logp
+        if how.exponential:
+            inside = (bounded == d) & ~beyond
+            outside = value.masked_fill(inside, 0.0) * since.exp()
+            value = torch.where(inside, scored_k3(value, d), outside)
+        else:
+            value = value * since.exp()
+    return Penalty(value, bounded != d, beyond)
+
+
+def scored_k3(value: Tensor, d: Tensor) -> Tensor:
+    """k3(d) e^(logp - sg logp), given its value, as a function of logp.
+
+    (e^d - 1 - d) e^(sg d - d) = e^(sg d) - (1 + d) e^(sg d - d): without the first term, which is
+    constant, all derivatives stay, the first being -d, and nothing of the size of e^d cancels.
+    """
+    now = d.detach()
+    return value.detach() + (1 + now) - (1 + d) * (now - d).exp()
 
 
 @dataclass

@@ -19,7 +19,7 @@ from fused_grpo.objectives import LossSpec
 # ---- log-ratios
 
 # what fp32 has no exponential of, and what it has
-GAPS = (200.0, -200.0, 88.0, -104.0)
+GAPS = (200.0, -200.0, 88.0, -104.0, 15.0, -15.0)
 CLAMPS = (20.0, None, 100.0)
 
 
@@ -75,7 +75,7 @@ def test_log_ratios_out_of_range(objective: str, clamp: float | None, dtype: tor
             options = {**OBJECTIVES[objective], "log_ratio_clamp": clamp}
             if estimator is not None:
                 options |= {"beta": 0.1, "kl_estimator": estimator}
-                options["kl_clamp"] = 30.0
+                options["kl_clamp"] = 30.0 if clamp is None else None
             case = stale(gap, options, dtype)
             if case is None or (estimator == "k3_score" and gap > 20.0 and clamp == 100.0):
                 continue  # the formula's own e^88 - e^88: see the test of its gradient below
@@ -90,6 +90,32 @@ def test_log_ratios_out_of_range(objective: str, clamp: float | None, dtype: tor
             assert_rounded(out.loss.detach(), want.detach(), f"loss, {label}")
             assert_rounded(x.grad, exact.grad, f"gradient, {label}")
     assert tried >= 2 * len(GAPS) - 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("how", ["k3_score", "corrected", "corrected_sequence_token"])
+def test_gradients_of_the_size_of_their_parts(how: str, dtype: torch.dtype) -> None:
+    """r k3(d) with r = sg(r) e^(l - sg l) has the gradient -r d and the curvature r (1 - d); their
+    parts are of the size of e^d, in fp32 off by all of it at d = 18, inside the clamp of 20."""
+    d = torch.tensor([[-80.0, -18.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 10.0, 18.0, 80.0]], dtype=dtype)
+    logps = torch.full_like(d, -1.5).requires_grad_()
+    options: dict[str, Any] = {"kl_estimator": "k3_score"}
+    if how.startswith("corrected"):
+        options = {"use_bias_correction_kl": True, "old_per_token_logps": logps.detach() - 0.25}
+    if how.endswith("sequence_token"):
+        options["importance_sampling_level"] = "sequence_token"
+    ratio = math.exp(0.25) if how.startswith("corrected") else 1.0
+    shared = {"beta": 1.0, "aggregation": "token_sum", "log_ratio_clamp": None}
+    ref = (logps.detach() + d).requires_grad_(False)
+    d = ref - logps.detach()  # as it is after rounding
+    out = policy_loss(logps, d.new_zeros(1), ref_per_token_logps=ref, **shared, **options)
+    (grad,) = torch.autograd.grad(out.loss, logps, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), logps)
+    tol = 1e-12 if dtype == torch.float64 else 1e-6
+    value = ratio * (torch.expm1(d.double()) - d.double())
+    torch.testing.assert_close(out.per_token_loss.double(), value, rtol=3e-5, atol=1e-12)
+    torch.testing.assert_close(grad, -ratio * d, rtol=tol, atol=tol)
+    torch.testing.assert_close(second, ratio * (1 - d), rtol=tol, atol=tol)
 
 
 @pytest.mark.both_backends
