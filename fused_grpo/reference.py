@@ -295,7 +295,7 @@ def reference_loss(
         "logit_scale": logit_scale,
         "softcap": softcap,
     }
-    z = _logits(hidden.reshape(*shape, -1), weight, counted, bias, **policy)
+    z = _logits(hidden.reshape(*shape, hidden.shape[-1]), weight, counted, bias, **policy)
     target = completion_ids[counted].long()
     kept, outside = reference_support(z, target, counted, **support)
     log_p = _log_softmax(z, kept)
@@ -309,7 +309,13 @@ def reference_loss(
     if ref_hidden is not None and ref_weight is not None:
         with torch.no_grad():
             own = _own_options(policy, ref_temperature, ref_logit_scale, ref_softcap)
-            z_r = _logits(ref_hidden.reshape(*shape, -1), ref_weight, counted, ref_bias, **own)
+            z_r = _logits(
+                ref_hidden.reshape(*shape, ref_hidden.shape[-1]),
+                ref_weight,
+                counted,
+                ref_bias,
+                **own,
+            )
             log_r = _log_softmax(z_r.to(z.dtype), kept)
         if kl_estimator == "k3":
             options["ref_per_token_logps"] = _restored(log_r, target, counted)

@@ -101,7 +101,9 @@ def linear_support(
 
 def _ids(z: Tensor, cutoff: Tensor) -> Tensor:
     """[c, K] of [c, V]: the columns that are kept, ascending, then -1."""
-    row, column = (z >= cutoff[:, None]).nonzero(as_tuple=True)
+    kept = (z >= cutoff[:, None]) & (z != -torch.inf)  # what nobody can draw is in no support
+    kept |= z.isnan()  # and what is broken stays to be seen
+    row, column = kept.nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=z.shape[0])
     ids = column.new_full((z.shape[0], int(counts.amax())), -1)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)
