@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.calls import counted_positions, make_call
-from fused_grpo.checks import check_head, check_lora
+from fused_grpo.checks import check_head, check_lora, check_transforms
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES, slices
 from fused_grpo.passes import Needs
 from fused_grpo.tiles import LogitTiles
@@ -50,6 +50,7 @@ def linear_support(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
+    check_transforms("linear_support")
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_lora(hidden, weight, lora_hidden, lora_weight)
     if top_k is None and top_p is None and min_p is None:

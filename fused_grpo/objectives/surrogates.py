@@ -188,7 +188,8 @@ def covariance_clipped(t: TokenView, spec: LossSpec) -> Tensor:
     inside = (covariance > spec.option("cov_low")) & (covariance < spec.option("cov_high"))
     inside &= ~(low | high)
     # one number per position, so that the draw does not depend on the device or its kernels
-    draw = torch.rand(inside.numel(), generator=torch.Generator().manual_seed(spec.cov_seed))
+    generator = torch.Generator("cpu").manual_seed(spec.cov_seed)
+    draw = torch.rand(inside.numel(), generator=generator, device="cpu")
     order = torch.where(inside, draw.to(inside.device), 2.0).argsort()
     chosen = torch.zeros_like(inside)
     chosen[order[: _count(inside, spec)]] = True
