@@ -27,12 +27,13 @@ DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test lint format docs bench bench-regression fuzz gate gpu clean distclean
+.PHONY: help install demo test coverage lint format docs bench bench-regression fuzz gate gpu clean distclean
 
 help:
 	@echo "make install    fill $(VENV), which the others do first"
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
 	@echo "make test       run the tests                              (PYTEST_ARGS='-k trainer -n 0')"
+	@echo "make coverage   run them and count the lines that they reach, at least 95 % of each package"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
 	@echo "make docs       build the site of docs/ into site/, strictly"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
@@ -68,6 +69,15 @@ demo: $(DEV)
 
 test: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+# Of the ranks, command lines and interpreted kernels as well, which run in processes of their own.
+coverage: $(DEV)
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	@status=0; for package in fused_grpo kernels; do \
+	    $(BIN)/python -m coverage report --skip-covered --fail-under=95 --include="$$package/*" || status=1; \
+	done; exit $$status
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -105,7 +115,7 @@ gpu:
 	exit $$status
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
