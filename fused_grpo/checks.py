@@ -40,8 +40,6 @@ def check_tensor(
     on one without values."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-    if value.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, where tensors have no values")
     is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
     if floating is True and not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, not {value.dtype}")
@@ -49,6 +47,8 @@ def check_tensor(
         raise TypeError(f"{name} must hold integers, not {value.dtype}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} is on {value.device}, the hidden states are on {device}")
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
 
 
 def check_number(name: str, value: Any, holds: Callable[[Any], bool], must: str) -> None:
