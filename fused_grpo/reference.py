@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -383,20 +382,19 @@ def reference_policy_loss(
         return x.reshape(-1)[sequence].to(dtype) if whole else per_token(x)
 
     logp = per_token(per_token_logps)
-    losses = partial(
-        token_losses,
-        old=logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
-        ref=None if ref_per_token_logps is None else per_token(ref_per_token_logps),
-        advantage=per_sequence_or_token(advantages),
-        correction=(
+    constants: dict[str, Any] = {
+        "old": logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
+        "ref": None if ref_per_token_logps is None else per_token(ref_per_token_logps),
+        "advantage": per_sequence_or_token(advantages),
+        "correction": (
             1.0
             if importance_sampling_ratio is None
             else per_sequence_or_token(importance_sampling_ratio)
         ),
-        sequence=sequence,
-        lengths=lengths,
+        "sequence": sequence,
+        "lengths": lengths,
         **options,
-    )
+    }
     divisor = {
         "grpo": lambda: lengths[sequence] * num_sequences,
         "bnpo": lambda: len(sequence),
@@ -407,7 +405,7 @@ def reference_policy_loss(
 
     entropy = None if entropies is None else per_token(entropies)
     whole_kl = None if kl is None else per_token(kl)
-    token_loss, own_parts = losses(logp, entropy, whole_kl)
+    token_loss, own_parts = token_losses(logp, entropy, whole_kl, **constants)
     # Once more on leaves: which tokens would send nothing back to the head?
     # Inference mode's tensors are no leaves and enter no graph: their copies are and do.
     with torch.inference_mode(False), torch.enable_grad():
@@ -415,10 +413,10 @@ def reference_policy_loss(
             None if x is None else x.detach().clone().requires_grad_()
             for x in (logp, entropy, whole_kl)
         ]
-        constants: dict[str, Any] = {
-            name: x.clone() if isinstance(x, Tensor) else x for name, x in losses.keywords.items()
+        copies: dict[str, Any] = {
+            k: x.clone() if isinstance(x, Tensor) else x for k, x in constants.items()
         }
-        again, _ = token_losses(leaves[0], leaves[1], leaves[2], **constants)
+        again, _ = token_losses(*leaves, **copies)
         grads = torch.autograd.grad(
             (again / divisor.clone()).sum(),
             [x for x in leaves if x is not None],

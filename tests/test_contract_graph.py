@@ -72,7 +72,7 @@ def test_gradcheck(name: str) -> None:
 # Objectives that hold a ratio or a weight constant: their gradient is no derivative of the value,
 # or that of the gradient, as the constant moves too when the log-probabilities do.
 DETACHED = {"cispo", "cispo_bounds", "cispo_sequence", "vespo", "vespo_shapes", "dppo_tv"}
-DETACHED |= {"dppo_kl", "gspo_token"}
+DETACHED |= {"dppo_kl", "gspo_token", "masked_importance_sampling"}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -90,9 +90,10 @@ def test_first_and_second_derivatives_of_policy_loss(objective: str) -> None:
     if objective in DETACHED:
         (first,) = torch.autograd.grad(function(logps, entropies), logps, create_graph=True)
         assert first.isfinite().all()
+        second = objective == "gspo_token"
+        check = torch.autograd.gradgradcheck if second else torch.autograd.gradcheck
         with pytest.raises(GradcheckError):
-            for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-                check(function, (logps, entropies))
+            check(function, (logps, entropies))
         return
     assert torch.autograd.gradcheck(function, (logps, entropies))
     assert torch.autograd.gradgradcheck(function, (logps, entropies))
