@@ -80,6 +80,12 @@ def routed(tau: float = TAU, seed: int = 1, weight_grad: str = "routed") -> dict
     }
 
 
+def kernels_too(p: dict[str, Any]) -> bool:
+    """Interpreted, they take their time."""
+    return p["dtype"] == torch.float32 and p["name"] != LARGEST and p["weight_grad"] == "routed"
+
+
+@pytest.mark.both_backends(triton_if=kernels_too)
 @pytest.mark.parametrize("weight_grad", WEIGHT_GRADS)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -92,9 +98,7 @@ def test_values_are_exact_and_gradients_repeat(
     want, exact = function(case)
     got, grads = function(case, **routed(weight_grad=weight_grad))
     for a, b in zip(got, want, strict=True):
-        # the same logits, whose exponentials are added up in another order
-        rounding = 8 * torch.finfo(b.dtype).eps
-        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding * max(1.0, size(b)))
+        assert torch.equal(a, b)
     again = function(case, **routed(weight_grad=weight_grad))
     assert all(torch.equal(a, b) for a, b in zip(again[0], got, strict=True))
     for leaf, grad in grads.items():
@@ -105,10 +109,6 @@ def test_values_are_exact_and_gradients_repeat(
     assert not grads["hidden"][~case.mask].any()
     if weight_grad == "exact":
         near(grads["weight"], exact["weight"], name, dtype)
-
-
-def size(x: Tensor) -> float:
-    return float(x.abs().amax()) if x.numel() else 0.0
 
 
 FLOOR = {"denormal states": DENORMAL, "denormal weight": DENORMAL}
