@@ -159,7 +159,7 @@ def mask_batch(
     """`make_batch` of a mask alone, for what weighs tokens."""
     return make_batch(
         torch.zeros_like(mask, dtype=torch.long),
-        torch.zeros(mask.shape, device=mask.device),
+        torch.zeros(mask.shape, dtype=torch.float32, device=mask.device),
         completion_mask=mask,
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,

@@ -15,6 +15,65 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class _Sums(torch.autograd.Function):
+    """[n, ...] -> [S, ...]: the sums of segments. torch's own has one derivative, and no batches.
+
+    A sum per segment rather than scattered adds, which are not deterministic on a GPU.
+    """
+
+    @staticmethod
+    def forward(values: Tensor, lengths: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", lengths=lengths, initial=0, unsafe=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.count = inputs[0].shape[0]
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Spread.apply(grad, ctx.saved_tensors[0], ctx.count), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        sums: Tensor = _Sums.apply(tangent, ctx.saved_tensors[0])
+        return sums
+
+    @staticmethod
+    def vmap(_: Any, dims: tuple[int, None], values: Tensor, lengths: Tensor) -> tuple[Tensor, int]:
+        return _Sums.apply(values.movedim(dims[0], -1).contiguous(), lengths), -1
+
+
+class _Spread(torch.autograd.Function):
+    """[S, ...] -> [n, ...]: each segment's value at all of its places, the transpose of `_Sums`."""
+
+    @staticmethod
+    def forward(values: Tensor, lengths: Tensor, count: int) -> Tensor:
+        return values.repeat_interleave(lengths, 0, output_size=count)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        ctx.count = inputs[2]
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Sums.apply(grad.contiguous(), ctx.saved_tensors[0]), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        spread: Tensor = _Spread.apply(tangent, ctx.saved_tensors[0], ctx.count)
+        return spread
+
+    @staticmethod
+    def vmap(
+        _: Any, dims: tuple[int, None, None], values: Tensor, lengths: Tensor, count: int
+    ) -> tuple[Tensor, int]:
+        return _Spread.apply(values.movedim(dims[0], -1), lengths, count), -1
+
+
 def per_sequence(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor:
     """[n] -> [S]: "sum" or "max" (of values >= 0) over each sequence, 0 for an empty one.
 
@@ -22,7 +81,9 @@ def per_sequence(values: Tensor, lengths: Tensor, reduce: str = "sum") -> Tensor
     """
     if values.numel() == 0:
         return values.sum() + values.new_zeros(lengths.shape)  # 0 with a graph, as of any other
-    # a sum per segment rather than scattered adds, which are not deterministic on a GPU
+    if reduce == "sum":
+        sums: Tensor = _Sums.apply(values, lengths)
+        return sums
     return torch.segment_reduce(values, reduce, lengths=lengths, initial=0, unsafe=True)
 
 

@@ -10,9 +10,8 @@ away* before anything else, so that whatever stands at their positions, NaN incl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +107,8 @@ def _logits(
 ) -> Tensor:
     """[n, V] of the counted positions."""
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    logits = hidden[counted].to(dtype) @ weight.to(dtype).T
+    with torch.autocast(hidden.device.type, enabled=False):  # fp32 logits are the definition
+        logits = hidden[counted].to(dtype) @ weight.to(dtype).T
     if bias is not None:
         logits = logits + bias.to(dtype)
     logits = logits * logit_scale
@@ -382,20 +382,19 @@ def reference_policy_loss(
         return x.reshape(-1)[sequence].to(dtype) if whole else per_token(x)
 
     logp = per_token(per_token_logps)
-    losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
-        token_losses,
-        old=logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
-        ref=None if ref_per_token_logps is None else per_token(ref_per_token_logps),
-        advantage=per_sequence_or_token(advantages),
-        correction=(
+    constants: dict[str, Any] = {
+        "old": logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
+        "ref": None if ref_per_token_logps is None else per_token(ref_per_token_logps),
+        "advantage": per_sequence_or_token(advantages),
+        "correction": (
             1.0
             if importance_sampling_ratio is None
             else per_sequence_or_token(importance_sampling_ratio)
         ),
-        sequence=sequence,
-        lengths=lengths,
+        "sequence": sequence,
+        "lengths": lengths,
         **options,
-    )
+    }
     divisor = {
         "grpo": lambda: lengths[sequence] * num_sequences,
         "bnpo": lambda: len(sequence),
@@ -406,15 +405,22 @@ def reference_policy_loss(
 
     entropy = None if entropies is None else per_token(entropies)
     whole_kl = None if kl is None else per_token(kl)
-    token_loss, own_parts = losses(logp, entropy, whole_kl)
+    token_loss, own_parts = token_losses(logp, entropy, whole_kl, **constants)
     # Once more on leaves: which tokens would send nothing back to the head?
-    with torch.enable_grad():
-        leaves = [
-            None if x is None else x.detach().requires_grad_() for x in (logp, entropy, whole_kl)
+    # Inference mode's tensors are no leaves and enter no graph: their copies are and do.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves: list[Any] = [
+            None if x is None else x.detach().clone().requires_grad_()
+            for x in (logp, entropy, whole_kl)
         ]
-        again, _ = losses(*leaves)
+        copies: dict[str, Any] = {
+            k: x.clone() if isinstance(x, Tensor) else x for k, x in constants.items()
+        }
+        again, _ = token_losses(*leaves, **copies)
         grads = torch.autograd.grad(
-            (again / divisor).sum(), [x for x in leaves if x is not None], allow_unused=True
+            (again / divisor.clone()).sum(),
+            [x for x in leaves if x is not None],
+            allow_unused=True,
         )
     idle = torch.stack([g == 0 for g in grads if g is not None]).all(dim=0)
     own_parts |= {"entropy": entropy, "zero_coefficient_fraction": idle, **(parts or {})}

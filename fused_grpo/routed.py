@@ -187,7 +187,7 @@ def _seed_word(seed: int) -> Tensor:
 def _uniform(seed: int, stream: int, count: int, device: torch.device) -> Tensor:
     """[count] fp32 in (0, 1), multiples of 2^-25."""
     salt = _seed_word(seed ^ stream).to(device)
-    noise = torch.empty(count, device=device)
+    noise = torch.empty(count, dtype=torch.float32, device=device)
     for part in slices(count, 2**14):
         counter = torch.arange(part.start, part.stop, device=device) + (stream << 24)
         word = _mix(_mix(counter) ^ salt)
@@ -591,6 +591,6 @@ def metrics(routing: Tensor, g: Tensor, logps: Tensor, vocab: int) -> dict[str, 
     n = max(1, len(kept))
     return {
         "route/kept_per_token": kept.sum() / n,
-        "route/dense_fraction": (kept >= vocab).sum() / n,
+        "route/dense_fraction": (kept >= vocab).to(kept.dtype).sum() / n,
         "route/relative_noise": noise.sqrt(),
     }

@@ -63,7 +63,9 @@ SHOWN = "fused-grpo plan"
 
 # Pages without a block to run.
 SILENT = {f"docs/api/{name}.md" for name in ("loss", "trainer", "integrations", "arguments")}
-SILENT |= {f"docs/{name}.md" for name in ("bug-list", "mutants", "how-it-works", "kernels", "trainer")}
+SILENT |= {
+    f"docs/{name}.md" for name in ("bug-list", "mutants", "how-it-works", "kernels", "trainer")
+}
 
 
 def recipes() -> str:

@@ -162,3 +162,15 @@ def test_what_overflows_and_counts_is_seen() -> None:
     out.loss.backward()
     assert out.loss == math.inf
     assert logps.grad.item() == math.inf
+
+
+@pytest.mark.parametrize("above", [0.0, 1e-7, 1e-3])
+def test_an_old_log_probability_above_0_is_that_of_certainty(above: float) -> None:
+    """By rounding it may come out so: the divergence of dppo_kl was NaN, which is no bound."""
+    logps = torch.tensor([[-3.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.full((1, 1), above, dtype=torch.float64)
+    out = policy_loss(
+        logps, torch.tensor([-1.0]).double(), old_per_token_logps=old, loss_type="dppo_kl"
+    )
+    out.loss.backward()
+    assert logps.grad.item() == 0.0

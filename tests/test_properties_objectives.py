@@ -6,6 +6,7 @@ Examples come from `drawn_cases`, which draws from the tables; `make fuzz` draws
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,12 +120,25 @@ def assert_unmoved(case: Case, data: st.DataObject) -> None:
     for name, grad in want.grads.items():
         near(got.grads[name], grad, f"{name} after {moves}")
     assert got.metrics.keys() == want.metrics.keys()
-    # ratio (|d| - d), whose parts cancel but for rounding, decides which coefficients are 0
-    cancels = case.options.get("kl_estimator") == "abs+" and case.options["use_bias_correction_kl"]
     for name, value in want.metrics.items():
-        if cancels and name == "zero_coefficient_fraction":
-            continue
-        near(got.metrics[name], value, f"{name} after {moves}", 1e-5)
+        try:
+            near(got.metrics[name], value, f"{name} after {moves}", 1e-5)
+        except AssertionError:
+            if not rounding_decides(case, name, value):
+                raise
+
+
+def rounding_decides(case: Case, name: str, value: Tensor) -> bool:
+    """Whether a metric jumps when the states move in their last digits: then it says nothing.
+
+    As where parts of a coefficient cancel, all but their rounding: ratio (|d| - d), sign(0).
+    """
+    for seed in range(16):
+        noise = 1 + 1e-14 * numbers(seed)(*case.hidden.shape)
+        moved = evaluate(replace(case, hidden=case.hidden * noise)).metrics[name]
+        if abs(float(moved) - float(value)) > 1e-5 * max(1.0, abs(float(value))):
+            return True
+    return False
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

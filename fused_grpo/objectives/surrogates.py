@@ -133,7 +133,8 @@ def within_kl(t: TokenView, spec: LossSpec) -> Tensor:
     """[n] the same, by po (lo - l) + (1 - po) ln((1 - po) / (1 - p))."""
     logps, old = t.logps.detach(), t.old
     p, po = logps.exp(), old.exp()
-    rest, rest_old = -torch.expm1(logps), -torch.expm1(old)
+    # a sampler's log-probability of what is certain may come out above 0
+    rest, rest_old = ((-torch.expm1(x)).clamp(min=0) for x in (logps, old))
     tiny = 1e-8  # p rounds to 1
     kl = po * (old - logps) + rest_old * ((rest_old + tiny) / (rest + tiny)).log()
     low, high = spec.option("divergence_low"), spec.option("divergence_high")
@@ -189,7 +190,7 @@ def covariance_clipped(t: TokenView, spec: LossSpec) -> Tensor:
     inside &= ~(low | high)
     # one number per position, so that the draw does not depend on the device or its kernels
     generator = torch.Generator("cpu").manual_seed(spec.cov_seed)
-    draw = torch.rand(inside.numel(), generator=generator, device="cpu")
+    draw = torch.rand(inside.numel(), generator=generator, dtype=torch.float32, device="cpu")
     order = torch.where(inside, draw.to(inside.device), 2.0).argsort()
     chosen = torch.zeros_like(inside)
     chosen[order[: _count(inside, spec)]] = True
