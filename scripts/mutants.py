@@ -33,7 +33,9 @@ TESTS = {
     "fused_grpo/corrections.py": "corrections objectives",
     "fused_grpo/batch.py": "masks validation properties",
     "fused_grpo/objectives/surrogates.py": "worked_examples policy_loss extremes objectives",
-    "fused_grpo/objectives/terms.py": "worked_examples policy_loss extremes autograd_contract objectives",
+    "fused_grpo/objectives/terms.py": (
+        "worked_examples policy_loss extremes autograd_contract objectives"
+    ),
     "fused_grpo/tiles.py": "logprobs numerics loss_options extremes_head",
     "fused_grpo/chunked.py": "logprobs loss_options exponentials bf16",
     "fused_grpo/gradients.py": "logprobs numerics loss_options",
