@@ -467,7 +467,8 @@ def outcome(mutant: Mutant, tests: str) -> int:
             capture_output=True,
             text=True,
         )
-        if done.returncode not in (0, 1, 2) or (mutant is NONE and done.returncode):
+        # a fault that takes the process down is found as well; 3 to 5 are pytest's own troubles
+        if done.returncode in (3, 4, 5) or (mutant is NONE and done.returncode):
             raise RuntimeError(f"{mutant}: pytest ended with {done.returncode}\n{done.stdout}")
         return done.returncode
 
