@@ -17,12 +17,14 @@ SAFE_YAML = ("SafeLoader", "CSafeLoader", "BaseLoader")
 # (file, what is found there): why it is no danger
 ALLOWED = {
     ("fused_grpo/trainer/isolation.py", "pickle.loads"): (
-        "an answer of a process of its own, over a socket nobody else has; SECURITY.md says how far "
-        "a verifier is trusted"
+        "an answer of a process of its own, over a socket that nobody else has; SECURITY.md says "
+        "how far a verifier is trusted"
     ),
     ("fused_grpo/trainer/isolation_server.py", "pickle.loads"): (
         "the verifier and its samples, from the process that started it, over the same socket"
     ),
+    ("fused_grpo/trainer/judges_guard.py", "eval"): "numbers and containers: its tree was checked",
+    ("fused_grpo/trainer/judges_guard.py", "compile"): "of that tree",
 }
 
 
