@@ -159,7 +159,8 @@ def find(run_dir: Path, asked: Any, about: dict[str, Any]) -> Path | None:
     if asked is True:
         found = _last(run_dir)
     elif asked:
-        found = _named(Path(asked))
+        given = Path(asked)
+        found = _named(given.resolve() if given.is_symlink() else given)
     else:
         found = None
         if checkpoints.complete(run_dir):

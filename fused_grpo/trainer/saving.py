@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 from fused_grpo.trainer import checkpoints
 from fused_grpo.trainer.metrics import METRICS_FILE
@@ -44,6 +45,7 @@ class SavingTrainer(Trainer):
         super().__init__(**kwargs)
         self.watch = StepWatch()
         self._failed_saves = 0
+        self._resumed_from: set[Path] = set()  # the folder of the checkpoint, if there is one
         self._saving: Path | None = None  # where the Trainer is writing a checkpoint now
         self._about: dict[str, Any] = {}
 
@@ -186,6 +188,32 @@ class SavingTrainer(Trainer):
         return {"loop": loop, "own": self.process_state()}
 
     # ---- loading --------------------------------------------------------------------------------
+
+    def _load_callback_state(self) -> None:
+        """Called when `self.state` has come from the checkpoint's JSON, which may say anything."""
+        self.state.best_model_checkpoint = self._best_of(self.state.best_model_checkpoint)
+        exporting = {
+            type(part).__name__
+            for part in (*self.callback_handler.callbacks, self.control)
+            if isinstance(part, ExportableState)
+        }
+        stored = self.state.stateful_callbacks
+        self.state.stateful_callbacks = {k: v for k, v in stored.items() if k in exporting}
+        super()._load_callback_state()
+
+    def _best_of(self, said: str | None) -> str | None:
+        """A checkpoint of this run, or of the one it goes on from; its weights may be loaded."""
+        if said is None:
+            return None
+        name = Path(said).name
+        for folder in (Path(self.args.output_dir), *self._resumed_from):
+            near = folder / name
+            if checkpoints.is_name(name) and near.is_dir() and not near.is_symlink():
+                return str(near)
+        logger.warning(
+            "the best checkpoint, %s, is not of this run: it is left out of account", said
+        )
+        return None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer: Any = self.optimizer
