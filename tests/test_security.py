@@ -23,6 +23,10 @@ ALLOWED = {
     ("fused_grpo/trainer/isolation_server.py", "pickle.loads"): (
         "the verifier and its samples, from the process that started it, over the same socket"
     ),
+    ("fused_grpo/trainer/trainer.py", "trust_remote_code"): (
+        "the tokenizer's, where the user's own model_init_kwargs ask for the model's"
+    ),
+    ("fused_grpo/trainer/loading.py", "pickle.Unpickler"): "makes what a table lists, no more",
     ("fused_grpo/trainer/judges_guard.py", "eval"): "numbers and containers: its tree was checked",
     ("fused_grpo/trainer/judges_guard.py", "compile"): "of that tree",
 }
@@ -39,6 +43,9 @@ def hazards(source: str) -> Iterator[tuple[int, str]]:
             found = _hazard(called, node, options)
             if found:
                 yield node.lineno, found
+        elif isinstance(node, ast.ClassDef):
+            bases = [_dotted(base, names) for base in node.bases]
+            yield from ((node.lineno, b) for b in bases if b.endswith("pickle.Unpickler"))
         elif isinstance(node, ast.Dict):  # keywords that are passed on as **options
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value in OPTIONS and not _false(value):
@@ -128,6 +135,7 @@ def test_nothing_loads_code_or_interprets_text():
         ("import pickle\npickle.load(f)", "pickle.load"),
         ("from pickle import loads\nloads(b)", "pickle.loads"),
         ("import pickle\npickle.Unpickler(f).load()", "pickle.Unpickler"),
+        ("import pickle\nclass Mine(pickle.Unpickler): ...", "pickle.Unpickler"),
         ("import dill\ndill.loads(b)", "dill.loads"),
         ("import marshal\nmarshal.loads(b)", "marshal.loads"),
         ("import shelve\nshelve.open(p)", "shelve.open"),
