@@ -15,6 +15,7 @@ from torch import nn
 
 from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer import checkpoints, setup
+from fused_grpo.trainer.secrecy import command_without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
 
 def run_record(about: dict[str, Any]) -> dict[str, Any]:
     """What `run.json` holds."""
-    return {**about, "command": sys.argv}
+    return {**about, "command": command_without_secrets(sys.argv)}
 
 
 def _is_silent(name: str, part: str) -> bool:
