@@ -150,6 +150,8 @@ class Http:
                 raise RolloutError(
                     f"{self.base_url} answered with more than {self.max_bytes:,} bytes"
                 )
+        if answer.length:  # what is missing of the announced length: in parts, nobody complains
+            raise http.client.IncompleteRead(bytes(data), answer.length)
         return bytes(data)
 
 
