@@ -29,7 +29,7 @@ def read_lines(path: Path) -> Iterator[Entry]:
         for line in file:
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict):
                 yield entry
