@@ -214,7 +214,7 @@ def test_a_callback_that_a_checkpoint_names_is_not_made(tmp_path, marker):
     outside = tmp_path / "outside"
     run = trainer(tmp_path / "run", restore_callback_states_from_checkpoint=True)
     run.state.stateful_callbacks = {
-        "MetricsFile": {"args": {"folder": str(outside)}, "attributes": {}},
+        "MetricsFile": {"args": {"output_dir": outside}, "attributes": {}},
         f"{MODULE}.Callback": {"args": {}, "attributes": {}},
         "TrainerControl": {"args": {"should_log": True}, "attributes": {}},
     }

@@ -285,26 +285,37 @@ def test_a_link_that_was_named_is_followed(run_dir, tmp_path):
     assert run.state.global_step == 2
 
 
+def said(folder: Path, **changes: Any) -> None:
+    """A trainer_state.json that says something else, and a manifest that vouches for it."""
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    data, files = path.read_bytes(), json.loads((folder / "manifest.json").read_text())["files"]
+    files[path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(folder, files=files)
+
+
+@pytest.mark.parametrize("step", ["../../x", "1", None, -1, 1.0, True, [1]])
+def test_the_step_of_a_state_is_a_number(run_dir, step):
+    """The next checkpoint is called after it."""
+    crash(run_dir, 1)
+    said(run_dir / "checkpoint-1", global_step=step)
+    with pytest.raises(BrokenCheckpointError, match=r"trainer_state\.json is damaged: its step is"):
+        trainer(run_dir, max_steps=2).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("where", ["absolute", "relative", "a link"])
 def test_the_best_checkpoint_is_one_of_the_run(run_dir, outside, caplog, where):
     """Its weights are loaded at the end, and a checkpoint's JSON may say any path."""
     crash(run_dir, 2)
     folder = run_dir / "checkpoint-2"
-    said = {
+    path = {
         "absolute": outside,
         "relative": run_dir / "checkpoint-1" / ".." / ".." / "outside",
         "a link": run_dir / "checkpoint-9",
     }[where]
     if where == "a link":
-        said.symlink_to(outside)
-    state = json.loads((folder / "trainer_state.json").read_text())
-    state["best_model_checkpoint"] = str(said)
-    (folder / "trainer_state.json").write_text(json.dumps(state))
-    data = (folder / "trainer_state.json").read_bytes()
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    digest = hashlib.sha256(data).hexdigest()
-    files["trainer_state.json"] = {"bytes": len(data), "sha256": digest}
-    rewrite(folder, files=files)
+        path.symlink_to(outside)
+    said(folder, best_model_checkpoint=str(path))
     run = trainer(run_dir, max_steps=3)
     run.train(resume_from_checkpoint=str(folder))
     assert run.state.best_model_checkpoint is None

@@ -199,10 +199,21 @@ def _named(folder: Path) -> Path:
     return folder
 
 
+def _check_state(path: Path) -> None:
+    """BrokenCheckpointError unless it is what the Trainer goes on from; its step names folders."""
+    try:
+        step = json.loads(path.read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise checkpoints.BrokenCheckpointError(f"{path} is damaged: {error}") from error
+    if type(step) is not int or step < 0:
+        raise checkpoints.BrokenCheckpointError(f"{path} is damaged: its step is {step!r}")
+
+
 def _check(folder: Path, about: dict[str, Any]) -> None:
     manifest = checkpoints.read_manifest(folder)
     if not manifest["resumable"]:
         raise ValueError(f"{folder} holds the model only: it was saved with save_only_model")
+    _check_state(folder / "trainer_state.json")
     refused, changed = differences(manifest["run"], about)
     if refused:
         raise ValueError(
