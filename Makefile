@@ -22,12 +22,13 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 key = $(shell (pwd; cat pyproject.toml $(1)) | cksum | cut -d' ' -f1)
 DEV := $(VENV)/.dev-$(call key,requirements-dev.lock requirements-model.lock)
 BENCH := $(VENV)/.bench-$(call key,requirements-dev.lock requirements-bench.lock)
+AUDIT := $(VENV)/.audit-$(call key,requirements-audit.lock)
 DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test coverage lint format docs bench bench-regression fuzz gate gpu clean distclean
+.PHONY: help install demo test coverage lint format docs bench bench-regression fuzz audit gate gpu clean distclean
 
 help:
 	@echo "make install    fill $(VENV), which the others do first"
@@ -39,6 +40,7 @@ help:
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
 	@echo "make bench-regression   time ours, and compare with the last time"
 	@echo "make fuzz       draw cases for the property tests          (FUZZ_ARGS='--minutes 20 --seed 1')"
+	@echo "make audit      look up the locked packages among known vulnerabilities"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
 	@echo "make gpu        on a GPU: doctor, tests and benchmark, with PYTHON as it is"
 	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
@@ -102,6 +104,10 @@ bench-regression: $(BENCH)
 # One thread: the cases are small. It says how many it tried, and with which seeds.
 fuzz: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py $(FUZZ_ARGS)
+
+# In a folder of its own, for its packages are none of ours. Where nobody can be asked, it says so and passes.
+audit: $(DEV)
+	@$(BIN)/python scripts/audit.py --packages $(VENV)/audit --stamp $(AUDIT)
 
 gate: $(DEV)
 	$(BIN)/python -m fused_grpo_kernels.gate $(GATE_ARGS)

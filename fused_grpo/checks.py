@@ -192,7 +192,7 @@ def imported_function(argument: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
             f"{argument}={name!r}: no function {attribute!r} in an installed module {module!r} "
             f"({error})"

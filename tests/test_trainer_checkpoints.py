@@ -170,8 +170,17 @@ def test_what_cannot_be_saved_raises(tmp_path: Path, value: Any) -> None:
         save_state(tmp_path / "s", value)
 
 
-@pytest.mark.parametrize("name", ["os:system", "fused_grpo.cli:main", "fused_grpo.cli:argparse"])
-def test_a_file_names_nothing_but_dataclasses_of_this_package(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "fused_grpo.cli:main",
+        "fused_grpo.cli:argparse",
+        "fused_grpo.trainer.config:GRPOConfig",
+        "fused_grpo.trainer.collect:Collector",
+    ],
+)
+def test_a_file_names_nothing_but_what_is_saved(tmp_path: Path, name: str) -> None:
     tree = {"dataclass": name, "fields": {"dict": {}}}
     save_file({}, tmp_path / "s", metadata={"tree": json.dumps(tree)})
     with pytest.raises(TypeError, match="a checkpoint names"):

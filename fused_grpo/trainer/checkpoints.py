@@ -2,7 +2,8 @@
 
 Everything is written into `.saving/checkpoint-N`, made durable, described by a manifest of sizes
 and checksums, and renamed to `checkpoint-N`. What a crash leaves behind is in `.saving` and nowhere
-else. Only the standard library is needed.
+else. A link that leads out of a checkpoint, or in the place of one, is a fault of it: nothing is
+read, written or deleted through one. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fused_grpo.trainer.confined import check_inside, is_inside, links_out
+
 MANIFEST = "manifest.json"  # the marker that a checkpoint is complete
 SAVING = ".saving"  # what is being written, replaced or removed
 FORMAT = 1
-_NAME = re.compile(r"checkpoint-(\d+)")
+# what a manifest must say
+CONTENT = {"sequence": int, "step": int, "resumable": bool, "files": dict}
+_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 
 
 class BrokenCheckpointError(ValueError):
@@ -50,7 +55,7 @@ class Checkpoint:
 
 def draft_root(run_dir: Path) -> Path:
     """An empty folder for what is being saved; the end of the last attempt is removed."""
-    root = run_dir / SAVING
+    root = _saving(run_dir)
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     return root
@@ -69,7 +74,9 @@ def publish(draft: Path, run_dir: Path, about: dict[str, Any]) -> Path:
     body = {"format": FORMAT, "sequence": latest + 1, **about, "files": _describe(draft)}
     write_json(draft / MANIFEST, {**body, "sha256": _digest_json(body)})
     _sync_tree(draft)
-    if final.exists():  # the same step once more, after a resume: `recover` knows how to go on here
+    if os.path.lexists(
+        final
+    ):  # the same step once more, after a resume: `recover` knows how to go on here
         os.rename(final, draft.parent / f"replaced-{final.name}")
     os.rename(draft, final)
     _sync(run_dir)
@@ -79,7 +86,7 @@ def publish(draft: Path, run_dir: Path, about: dict[str, Any]) -> Path:
 
 def recover(run_dir: Path) -> None:
     """Finish or clear away what a crash has interrupted. Call it while nothing else writes."""
-    root = run_dir / SAVING
+    root = _saving(run_dir)
     if not root.exists():
         return
     for draft in root.iterdir():
@@ -98,7 +105,7 @@ def rotate(run_dir: Path, limit: int | None, keep: Iterable[Path]) -> None:
     whole = sorted(complete(run_dir), key=lambda c: c.sequence)
     old = [c.folder for c in whole if c.folder.resolve() not in kept]
     for folder in old[: max(0, len(whole) - max(limit, len(kept)))]:
-        aside = run_dir / SAVING / f"removed-{folder.name}"
+        aside = _saving(run_dir) / f"removed-{folder.name}"
         aside.parent.mkdir(exist_ok=True)
         os.rename(folder, aside)  # so that nobody meets it half removed
         shutil.rmtree(aside.parent, ignore_errors=True)
@@ -107,6 +114,7 @@ def rotate(run_dir: Path, limit: int | None, keep: Iterable[Path]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a crash leaves the old file or the new one."""
     draft = path.with_name(path.name + ".tmp")
+    check_inside(draft)
     draft.write_text(json.dumps(value, indent=1) + "\n")
     _sync(draft)
     os.replace(draft, path)
@@ -130,13 +138,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise BrokenCheckpointError(f"{path} is damaged: {error}") from error
     if digest != _digest_json(body):
         raise BrokenCheckpointError(f"{path} is damaged: it is not what was written")
-    if body["format"] != FORMAT:
-        raise BrokenCheckpointError(f"{path} has format {body['format']}, not {FORMAT}")
+    if body.get("format") != FORMAT:
+        raise BrokenCheckpointError(f"{path} has format {body.get('format')}, not {FORMAT}")
+    for key, kind in CONTENT.items():
+        if not isinstance(body.get(key), kind):
+            raise BrokenCheckpointError(
+                f"{path} is damaged: its {key!r} is {body.get(key)!r}, no {kind.__name__}"
+            )
+    for name, entry in body["files"].items():
+        if not is_inside(name):
+            raise BrokenCheckpointError(f"{path} names {name!r}, which is outside of its folder")
+        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+            raise BrokenCheckpointError(f"{path} is damaged: {name!r} is {entry!r}")
     return dict(body)
 
 
 def problems_of(folder: Path, checksums: bool = True) -> list[str]:
     """What keeps a checkpoint from being used, in words; nothing if it is whole."""
+    if folder.is_symlink():
+        return [f"{folder} is a link to {os.readlink(folder)}: name the folder it leads to"]
+    outside = links_out(folder)
+    if outside:
+        return [
+            f"{path} is a link to {os.readlink(path)}, out of the checkpoint" for path in outside
+        ]
     try:
         expected = read_manifest(folder)["files"]
     except BrokenCheckpointError as error:
@@ -191,11 +216,24 @@ def last_good(run_dir: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
 def _folders(run_dir: Path) -> list[Path]:
     if not run_dir.is_dir():
         return []
     named = [(_NAME.fullmatch(path.name), path) for path in run_dir.iterdir() if path.is_dir()]
     return [path for _, path in sorted((int(m[1]), path) for m, path in named if m)]
+
+
+def _saving(run_dir: Path) -> Path:
+    """The folder of drafts. A link in its place is removed: what it leads to is not the run's."""
+    root = run_dir / SAVING
+    if root.is_symlink():
+        root.unlink()
+    return root
 
 
 # ---- bytes --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fused_grpo.trainer import checkpoints, identity
+from fused_grpo.trainer.confined import check_inside
 from fused_grpo.trainer.guards import Interrupted, RunLock, StopSignals
 from fused_grpo.trainer.metrics import METRICS_FILE
 from fused_grpo.trainer.nonfinite import ADVICE, NonFiniteError, StepWatch, weights_in_words
@@ -65,6 +66,7 @@ class DurableTrainer(SavingTrainer):
         with self.owned():
             with self._signals:
                 checkpoint = self._on_main(lambda: self._begin(resume_from_checkpoint))
+                self._resumed_from = {Path(checkpoint).resolve().parent} if checkpoint else set()
                 result = super().train(checkpoint, *args, **kwargs)
             self._raise_if_stopped()
         return result
@@ -89,6 +91,7 @@ class DurableTrainer(SavingTrainer):
             return None
         logger.warning("resuming from %s", found)
         if (found / METRICS_FILE).exists():
+            check_inside(run_dir / METRICS_FILE)
             shutil.copy(found / METRICS_FILE, run_dir / METRICS_FILE)
         return str(found)
 

@@ -16,8 +16,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 from fused_grpo.trainer import checkpoints
+from fused_grpo.trainer.loading import check_adapter, check_shards, plain
 from fused_grpo.trainer.metrics import METRICS_FILE
 from fused_grpo.trainer.nonfinite import StepWatch
 from fused_grpo.trainer.state import load_state, save_state
@@ -44,6 +46,7 @@ class SavingTrainer(Trainer):
         super().__init__(**kwargs)
         self.watch = StepWatch()
         self._failed_saves = 0
+        self._resumed_from: set[Path] = set()  # the folder of the checkpoint, if there is one
         self._saving: Path | None = None  # where the Trainer is writing a checkpoint now
         self._about: dict[str, Any] = {}
 
@@ -187,18 +190,59 @@ class SavingTrainer(Trainer):
 
     # ---- loading --------------------------------------------------------------------------------
 
+    def _load_callback_state(self) -> None:
+        """Called when `self.state` has come from the checkpoint's JSON, which may say anything."""
+        self.state.best_model_checkpoint = self._best_of(self.state.best_model_checkpoint)
+        exporting = {
+            type(part).__name__
+            for part in (*self.callback_handler.callbacks, self.control)
+            if isinstance(part, ExportableState)
+        }
+        state: Any = self.state  # a dict of what callbacks exported, at this point
+        stored = state.stateful_callbacks or {}
+        state.stateful_callbacks = {k: v for k, v in stored.items() if k in exporting}
+        super()._load_callback_state()
+
+    def _best_of(self, said: str | None) -> str | None:
+        """A checkpoint of this run, or of the one it goes on from; its weights may be loaded."""
+        if said is None:
+            return None
+        name = Path(said).name
+        for folder in (Path(self.args.output_dir), *self._resumed_from):
+            near = folder / name
+            if checkpoints.is_name(name) and near.is_dir() and not near.is_symlink():
+                return str(near)
+        logger.warning(
+            "the best checkpoint, %s, is not of this run: it is left out of account", said
+        )
+        return None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_adapter(resume_from_checkpoint)
+        check_shards(Path(resume_from_checkpoint))
+        with plain(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with plain(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer: Any = self.optimizer
         fresh = [_options(group) for group in optimizer.param_groups] if checkpoint else []
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with plain(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         _apply_options(self.optimizer, self.lr_scheduler, fresh)
         path = Path(checkpoint) / SHARED_STATE
-        self.load_shared_state(load_state(path, self.args.device))
+        with plain(checkpoint):
+            state = load_state(path, self.args.device)
+        self.load_shared_state(state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+        with plain(checkpoint):
+            super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
         saved = checkpoints.read_manifest(Path(checkpoint))["run"]
@@ -206,7 +250,8 @@ class SavingTrainer(Trainer):
         if not path.exists():
             logger.warning("%s has nothing of process %d", checkpoint, self.args.process_index)
             return
-        state = load_state(path, self.args.device)
+        with plain(checkpoint):
+            state = load_state(path, self.args.device)
         loop = state["loop"]
         self._tr_loss += loop["loss"]
         self._globalstep_last_logged = loop["last_logged"]

@@ -16,13 +16,12 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.integrations.routing import check_routing, replaying
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer import identity, setup
+from fused_grpo.trainer import identity, loading, setup
 from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
 from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
@@ -109,7 +108,10 @@ class GRPOTrainer(DurableTrainer):
         set_seed(args.seed)  # a new adapter is random
         model = setup.load_model(model, args, peft_config)
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(setup.model_name(model))
+            options: Any = args.model_init_kwargs or {}
+            trusted = bool(options.get("trust_remote_code"))
+            name = setup.model_name(model)
+            processing_class = loading.load_tokenizer(name, trust_remote_code=trusted)
         add_head_forward(model)
         if has_weights():
             verify_head(model)
