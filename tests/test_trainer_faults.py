@@ -17,9 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import faults
+import faults_disk
 import pytest
 import torch
-from faults import GOES_ON, LEFT_OUT, OPTIONS, SAVED, SAVES, STEPS, STOPS, TABLE, Arena, Fault
+from fault_arena import (
+    GOES_ON,
+    LEFT_OUT,
+    OPTIONS,
+    SAVED,
+    SAVES,
+    SET_ASIDE,
+    STEPS,
+    STOPS,
+    Arena,
+    Fault,
+)
+from faults import TABLE
 from safetensors.torch import load_file
 from trainer_runs import assert_same, crash, trainer
 
@@ -66,9 +79,8 @@ def command(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def assert_loads(folder: Path, step: int) -> None:
-    """The last good checkpoint is that of a step, all there are are whole, and it loads."""
-    good, problems = checkpoints.last_good(folder)
-    assert problems == []
+    """The last good checkpoint is that of a step, and it loads."""
+    good, _ = checkpoints.last_good(folder)
     assert good == folder / f"checkpoint-{step}"
     weights = load_file(good / "model.safetensors")
     assert weights
@@ -121,18 +133,52 @@ def test_fault(
         assert status == fault.status
         assert len(told) == 1, printed
         assert fault.message in told[0]
-        assert_loads(arena.folder, STEPS if fault.ends == SAVES else SAVED)
+        assert_loads(arena.folder, fault.left)
         go_on(arena.folder, whole)
         return
     assert status == 0, printed
     assert fault.message in caplog.text
     assert arena.run is not None
     assert arena.run.state.global_step == STEPS
-    if fault.ends == GOES_ON:
+    if fault.ends == SET_ASIDE:
+        assert_loads(arena.folder, fault.left)
+        go_on(arena.folder, whole)
+    elif fault.ends == GOES_ON:
         assert_same(whole, arena.run)
     else:
         assert fault.ends == LEFT_OUT
         assert_loads(arena.folder, STEPS)
+
+
+def test_a_kill_before_any_operation_on_a_file(
+    arena: Arena, whole: GRPOTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory as it is before each of them is what a kill there would leave."""
+    operations: list[str] = []
+    different: dict[str, Path] = {}
+
+    def look(what: str) -> None:
+        operations.append(what)
+        found = state(arena.folder)
+        if found not in different:
+            different[found] = tmp_path / str(len(operations))
+            shutil.copytree(arena.folder, different[found])
+
+    with faults_disk.listening(arena.folder, monkeypatch, look):
+        arena.train()
+    assert operations[-len(faults_disk.SAVING) :] == list(faults_disk.SAVING)
+    assert len(operations) > len(faults_disk.SAVING)
+    assert len(different) > 10
+    steps = []
+    for folder in different.values():
+        checkpoints.recover(folder)
+        good, problems = checkpoints.last_good(folder)
+        assert good is not None
+        assert problems == []
+        steps.append(int(good.name.removeprefix("checkpoint-")))
+        go_on(folder, whole)
+    assert set(steps) == {SAVED, STEPS}
+    assert steps == sorted(steps)
 
 
 def test_rows_differ() -> None:
