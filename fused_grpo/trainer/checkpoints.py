@@ -29,6 +29,13 @@ CONTENT = {"sequence": int, "step": int, "resumable": bool, "files": dict}
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 
 
+# how the writers of torch, tokenizers and safetensors, which raise no OSError, put it
+WRITE_ERRORS = (
+    *("PytorchStreamWriter", "inline_container", "os error", "No space left", "too large"),
+    *("SafetensorError", "I/O error"),
+)
+
+
 class BrokenCheckpointError(ValueError):
     """A checkpoint is incomplete, or not what its manifest says."""
 
@@ -43,6 +50,11 @@ class Checkpoint:
     @property
     def sequence(self) -> int:
         return int(self.manifest["sequence"])
+
+    @property
+    def finite(self) -> bool:
+        """Whether weights and optimizer state were, when it was saved."""
+        return bool(self.manifest.get("finite", True))
 
     @property
     def resumable(self) -> bool:
@@ -98,17 +110,27 @@ def recover(run_dir: Path) -> None:
 
 
 def rotate(run_dir: Path, limit: int | None, keep: Iterable[Path]) -> None:
-    """Remove the oldest complete checkpoints beyond `limit`, never those of `keep`."""
+    """Remove the oldest complete checkpoints beyond `limit`, never those of `keep`.
+
+    Nor the last one with finite weights: those after it are nothing to go on from.
+    """
     if not limit or limit <= 0:
         return
     kept = {path.resolve() for path in keep}
     whole = sorted(complete(run_dir), key=lambda c: c.sequence)
+    kept |= {c.folder.resolve() for c in [c for c in whole if c.finite][-1:]}
     old = [c.folder for c in whole if c.folder.resolve() not in kept]
     for folder in old[: max(0, len(whole) - max(limit, len(kept)))]:
         aside = _saving(run_dir) / f"removed-{folder.name}"
         aside.parent.mkdir(exist_ok=True)
         os.rename(folder, aside)  # so that nobody meets it half removed
         shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def is_write_error(error: Exception) -> bool:
+    """Whether it says that something could not be written, whoever tried."""
+    words = f"{type(error).__name__}: {error}"
+    return isinstance(error, OSError) or any(part in words for part in WRITE_ERRORS)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -134,7 +156,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_text())
         digest = body.pop("sha256")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise BrokenCheckpointError(f"{path} is damaged: {error}") from error
     if digest != _digest_json(body):
         raise BrokenCheckpointError(f"{path} is damaged: it is not what was written")
@@ -174,7 +196,10 @@ def problems_of(folder: Path, checksums: bool = True) -> list[str]:
         elif path.stat().st_size != entry["bytes"]:
             problems.append(f"{path} has {path.stat().st_size} bytes instead of {entry['bytes']}")
     if checksums and not problems:
-        found = _digests(folder, expected)
+        try:
+            found = _digests(folder, expected)
+        except OSError as error:  # a disk that fails: there may be an older one elsewhere on it
+            return [f"{folder} cannot be read: {error}"]
         problems = [
             f"{folder / name} is damaged: its checksum is not that of what was written"
             for name, entry in expected.items()
@@ -208,6 +233,9 @@ def last_good(run_dir: Path) -> tuple[Path | None, list[str]]:
     for checkpoint in sorted(complete(run_dir), key=lambda c: -c.sequence):
         if not checkpoint.resumable:
             problems.append(f"{checkpoint.folder} holds the model only (save_only_model)")
+            continue
+        if not checkpoint.finite:
+            problems.append(f"{checkpoint.folder} holds weights or moments that are not finite")
             continue
         found = problems_of(checkpoint.folder)
         if not found:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fused_grpo.trainer import checkpoints, identity
 from fused_grpo.trainer.confined import check_inside
-from fused_grpo.trainer.guards import Interrupted, RunLock, StopSignals
+from fused_grpo.trainer.guards import Interrupted, RunLock, RunLockedError, StopSignals
 from fused_grpo.trainer.metrics import METRICS_FILE
 from fused_grpo.trainer.nonfinite import ADVICE, NonFiniteError, StepWatch, weights_in_words
 from fused_grpo.trainer.saving import SavingTrainer
@@ -74,12 +74,23 @@ class DurableTrainer(SavingTrainer):
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Keeps other runs out of the output directory. RunLockedError: one is in there."""
-        self._on_main(self.lock.acquire)
+        self._on_main(self._lock_up)
         try:
             yield
         finally:
             if self.is_world_process_zero():
                 self.lock.release()
+
+    def _lock_up(self) -> None:
+        try:
+            self.lock.acquire()
+        except RunLockedError:
+            raise
+        except OSError as error:
+            raise OSError(
+                f"output_dir={self.args.output_dir} cannot be written to ({error}): make it "
+                "writable, make room, or choose another output_dir"
+            ) from error
 
     def _begin(self, asked: Any) -> str | None:
         """The checkpoint to resume from; leaves the directory as that checkpoint knows it."""

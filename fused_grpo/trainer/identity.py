@@ -15,6 +15,7 @@ from torch import nn
 
 from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer import checkpoints, setup
+from fused_grpo.trainer.rows import Rows
 from fused_grpo.trainer.secrecy import command_without_secrets
 
 logger = logging.getLogger(__name__)
@@ -134,10 +135,10 @@ def _dataset_in_words(dataset: Any) -> str | None:
     """Its length and a digest of up to 64 prompts from all over it."""
     if dataset is None:
         return None
-    size = len(dataset)
+    rows, size = Rows("train_dataset", dataset), len(dataset)
     digest = hashlib.sha256()
     for i in range(min(size, 64)):
-        prompt = dataset[i * size // min(size, 64)]["prompt"]
+        prompt = rows[i * size // min(size, 64)]["prompt"]
         digest.update(json.dumps(prompt, sort_keys=True, default=str).encode())
     return f"{size} prompts, {digest.hexdigest()[:16]}"
 

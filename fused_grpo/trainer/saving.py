@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 SHARED_STATE = "run_state.safetensors"
 PROCESS_STATE = "process_state_{}.safetensors"
-# how torch's and tokenizers' writers, which raise neither OSError nor SafetensorError, put it
-WRITE_ERRORS = ("PytorchStreamWriter", "inline_container", "os error", "No space left", "too large")
 
 
 class SaveError(OSError):
@@ -101,9 +99,10 @@ class SavingTrainer(Trainer):
             checkpoints.draft_root(run_dir)
         self.accelerator.wait_for_everyone()
         draft = run_dir / checkpoints.SAVING / name
+        finite = self._is_finite(model)
         failed = self._tried(lambda: self._write(model, trial, run_dir, draft))
         if failed is None:
-            failed = self._tried(lambda: self._publish(draft, run_dir))
+            failed = self._tried(lambda: self._publish(draft, run_dir, finite))
         if failed is not None:
             self.state.best_model_checkpoint = best
             self._save_failed(run_dir, name, failed)
@@ -111,6 +110,24 @@ class SavingTrainer(Trainer):
         self._failed_saves = 0
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def _is_finite(self, model: nn.Module) -> bool:
+        """Whether what training moves is, on all processes: else it is nothing to go on from."""
+        optimizer: Any = self.optimizer
+        moments = [t for state in getattr(optimizer, "state", {}).values() for t in state.values()]
+        moved = [p.detach() for p in model.parameters() if p.requires_grad]
+        moved += [t for t in moments if isinstance(t, Tensor) and t.is_floating_point()]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in moved]
+        bad = torch.tensor([float(not all(bool(t.isfinite().all()) for t in local))])
+        if self.args.world_size > 1:
+            bad = self.accelerator.gather(bad.to(self.args.device))
+        if bad.any() and self.is_world_process_zero():
+            logger.warning(
+                "step %d: weights or the optimizer's moments are not finite; what is saved now is "
+                "kept apart, and a resumed run goes on from before",
+                self.state.global_step,
+            )
+        return not bool(bad.any())
 
     def _write(self, model: nn.Module, trial: Any, run_dir: Path, draft: Path) -> None:
         """All files of a checkpoint, those of this process, into `draft`."""
@@ -131,15 +148,16 @@ class SavingTrainer(Trainer):
         state.save_to_json(str(draft / "trainer_state.json"))
         if not self.args.save_only_model:
             save_state(draft / SHARED_STATE, shared)
-        if (run_dir / METRICS_FILE).exists():
+        if (run_dir / METRICS_FILE).is_file():
             shutil.copy(run_dir / METRICS_FILE, draft / METRICS_FILE)
 
-    def _publish(self, draft: Path, run_dir: Path) -> None:
+    def _publish(self, draft: Path, run_dir: Path, finite: bool) -> None:
         if not self.args.should_save:
             return
         about = {
             "step": self.state.global_step,
             "resumable": not self.args.save_only_model,
+            "finite": finite,
             "run": self._about,
         }
         final = checkpoints.publish(draft, run_dir, about)
@@ -153,13 +171,11 @@ class SavingTrainer(Trainer):
         try:
             func()
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-            known = isinstance(error, (OSError, SafetensorError))
-            if not known and not any(part in words for part in WRITE_ERRORS):
+            if not checkpoints.is_write_error(error):
                 raise
             if self.is_fsdp_enabled:  # the others wait for this one in the middle of a shard
                 raise
-            problem = words
+            problem = f"{type(error).__name__}: {error}"
         if self.args.world_size > 1:
             problem = next((p for p in gather_object([problem]) if p is not None), None)
         return problem
@@ -169,7 +185,8 @@ class SavingTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(run_dir / checkpoints.SAVING, ignore_errors=True)
         good = checkpoints.latest(run_dir)
-        free = shutil.disk_usage(run_dir).free / 2**20
+        there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(there).free / 2**20
         words = (
             f"{name} could not be saved ({problem}; {free:,.0f} MiB are free in {run_dir}). The "
             f"last good checkpoint is {good.name if good else 'none'}"

@@ -40,6 +40,7 @@ from fused_grpo.trainer.policy import Policy, SyncReference
 from fused_grpo.trainer.rewards import RewardFunc, reward_name
 from fused_grpo.trainer.rollout import Rollout
 from fused_grpo.trainer.rollouts import make_rollout
+from fused_grpo.trainer.rows import Rows
 from fused_grpo.trainer.sampler import GroupSampler
 from fused_grpo.trainer.sharding import (
     check_distribution,
@@ -186,7 +187,8 @@ class GRPOTrainer(DurableTrainer):
             raise ValueError("training needs train_dataset")
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
-        self.collector.dataset = self.train_dataset
+        rows = Rows("train_dataset", self.train_dataset)
+        self.collector.dataset = rows
         batches = GroupSampler(
             len(self.train_dataset),
             num_generations=args.num_generations,
@@ -198,7 +200,7 @@ class GRPOTrainer(DurableTrainer):
             world_size=args.world_size,
         )
         # not prepared by accelerate: the sampler has split the groups over the processes already
-        return DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=list)
+        return DataLoader(rows, batch_sampler=batches, collate_fn=list)  # type: ignore[arg-type]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Rows for each micro-batch; sampling waits for `training_step`, when a resumed run has
@@ -325,7 +327,7 @@ class GRPOTrainer(DurableTrainer):
             parts = [self.evaluate(d, None, f"{metric_key_prefix}_{n}") for n, d in dataset.items()]
             return {name: value for part in parts for name, value in part.items()}
         start = time.perf_counter()
-        rewards, lengths, ended = greedy_rewards(self, dataset)
+        rewards, lengths, ended = greedy_rewards(self, Rows("eval_dataset", dataset))
         self.eval_rewards = rewards  # of each prompt; see `greedy_rewards`
         total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {
