@@ -50,7 +50,7 @@ def _later(then: Callable[[], Any]) -> Inject:
 
 DATA = [
     ("is empty", _rows([]), "train_dataset is empty"),
-    ("has one row", _rows(PROMPTS[:1]), "train_dataset has 1 prompts, but a generation takes 2"),
+    ("has one row left", _rows(PROMPTS[:1]), "belongs to another run: dataset: "),
     ("is a stream", _rows(iter(PROMPTS)), "train_dataset must have a length and rows by number"),
     ("has rows that are texts", _rows(["a", "b"]), "train_dataset must hold dicts with a"),
     ("has no prompts", _rows([{"text": "a"}] * 5), "train_dataset must hold dicts with a"),

@@ -166,7 +166,8 @@ def test_a_kill_before_any_operation_on_a_file(
 
     with faults_disk.listening(arena.folder, monkeypatch, look):
         arena.train()
-    assert operations[-len(faults_disk.SAVING) :] == list(faults_disk.SAVING)
+    start = operations.index(faults_disk.SAVING[0])
+    assert operations[start : start + len(faults_disk.SAVING)] == list(faults_disk.SAVING)
     assert len(operations) > len(faults_disk.SAVING)
     assert len(different) > 10
     steps = []
