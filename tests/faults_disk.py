@@ -23,7 +23,7 @@ from fused_grpo.trainer import GRPOTrainer, checkpoints, state
 
 Inject = Callable[[Arena], None]
 
-# ---- every operation on a file --------------------------------------------------------------------
+# ---- every operation on a file -------------------------------------------------------------------
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "sync", "write")
 _listener: Callable[[str, str], None] | None = None
@@ -33,6 +33,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if _listener is None or event not in EVENTS or not isinstance(arguments[0], (str, Path)):
         return
     if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    if event == "os.mkdir" and os.path.exists(arguments[0]):  # which is meant to be there
         return
     _listener(event.removeprefix("os."), str(arguments[0]))
 
@@ -77,10 +79,9 @@ def listening(folder: Path, patch: Any, listener: Callable[[str], None]) -> Iter
 # those of saving the third of three steps, in order
 FILES_OF_ONE = 14
 SAVING = (
-    *("mkdir .saving", *["mkdir checkpoint-3"] * 3, "open config.json", "mkdir checkpoint-3"),
-    *("open generation_config.json", "write model.safetensors", "mkdir checkpoint-3"),
-    *("open tokenizer_config.json", "write training_args.bin", "write optimizer.pt"),
-    *("write scheduler.pt", "mkdir checkpoint-3", "write rng_state.pth"),
+    *("mkdir .saving", "mkdir checkpoint-3", "open config.json", "open generation_config.json"),
+    *("write model.safetensors", "open tokenizer_config.json", "write training_args.bin"),
+    *("write optimizer.pt", "write scheduler.pt", "write rng_state.pth"),
     *("open trainer_state.json", "write process_state_0.safetensors", "open trainer_state.json"),
     *("write run_state.safetensors", "open metrics.jsonl", "open manifest.json.tmp"),
     *("sync manifest.json.tmp", "rename manifest.json.tmp", "sync checkpoint-3"),
@@ -115,7 +116,7 @@ def _disk_full_at(number: int) -> Inject:
     return inject
 
 
-# ---- damage ---------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 FILES = (
     *("config.json", "generation_config.json", "metrics.jsonl", "model.safetensors"),
@@ -189,7 +190,7 @@ def _leftovers(arena: Arena) -> None:
     (arena.folder / "checkpoint-3").write_text("a file")
 
 
-# ---- directories, logs and locks ------------------------------------------------------------------
+# ---- directories, logs and locks -----------------------------------------------------------------
 
 
 def _output_dir(path: str) -> Inject:
@@ -329,11 +330,13 @@ DISK_FAULTS = [
         left=STEPS if i >= THERE else SAVED,
     )
     for i, what in enumerate(SAVING)
+    if what != "sync a file" or SAVING[i - 1] != what or SAVING[i + 1] != what  # the ends of many
 ]
 DISK_FAULTS += [
-    Fault("Damaged checkpoints", f"`{name}`: {kind}", _damage(harm, name), "passed over: ", GOES_ON)
+    Fault(
+        "Damaged checkpoints", f"`{name}` is cut", _damage(_halve, name), "passed over: ", GOES_ON
+    )
     for name in FILES
-    for kind, harm in DAMAGE.items()
 ]
 DISK_FAULTS += [
     Fault("Damaged checkpoints", *row)

@@ -56,7 +56,7 @@ class Server:
             ("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self})
         )
         self.http.daemon_threads = True
-        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
 
     @property

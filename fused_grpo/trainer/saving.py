@@ -92,12 +92,12 @@ class SavingTrainer(Trainer):
         run_dir = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         best = self.state.best_model_checkpoint
-        if self.args.should_save:
-            checkpoints.draft_root(run_dir)
+        failed = self._tried(lambda: self._begin_draft(run_dir))
         self.accelerator.wait_for_everyone()
         draft = run_dir / checkpoints.SAVING / name
         finite = self._is_finite(model)
-        failed = self._tried(lambda: self._write(model, trial, run_dir, draft))
+        if failed is None:
+            failed = self._tried(lambda: self._write(model, trial, run_dir, draft))
         if failed is None:
             failed = self._tried(lambda: self._publish(draft, run_dir, finite))
         if failed is not None:
@@ -107,6 +107,10 @@ class SavingTrainer(Trainer):
         self._failed_saves = 0
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def _begin_draft(self, run_dir: Path) -> None:
+        if self.args.should_save:
+            checkpoints.draft_root(run_dir)
 
     def _is_finite(self, model: nn.Module) -> bool:
         """Whether what training moves is, on all processes: else it is nothing to go on from."""
