@@ -17,8 +17,9 @@ from fused_grpo.trainer import GRPOTrainer
 Inject = Callable[[Arena], None]
 
 
-def _rows(rows: Any) -> Inject:
+def _rows(rows: Any, resume: Any = True) -> Inject:
     def inject(arena: Arena) -> None:
+        arena.resume = resume
         arena.options["prompts"] = rows
 
     return inject
@@ -50,7 +51,11 @@ def _later(then: Callable[[], Any]) -> Inject:
 
 DATA = [
     ("is empty", _rows([]), "train_dataset is empty"),
-    ("has one row left", _rows(PROMPTS[:1]), "belongs to another run: dataset: "),
+    (
+        "has one row",
+        _rows(PROMPTS[:1], None),
+        "has 1 prompts, but a generation takes 2",
+    ),
     ("is a stream", _rows(iter(PROMPTS)), "train_dataset must have a length and rows by number"),
     ("has rows that are texts", _rows(["a", "b"]), "train_dataset must hold dicts with a"),
     ("has no prompts", _rows([{"text": "a"}] * 5), "train_dataset must hold dicts with a"),

@@ -54,7 +54,7 @@ class Server:
             self.paths |= {"/load_lora_adapter", "/unload_lora_adapter"}
         self.http = _Quiet(("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self}))
         self.http.daemon_threads = True
-        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
 
     @property

@@ -94,6 +94,18 @@ def test_rotation_keeps_the_newest_the_best_and_what_it_does_not_know(tmp_path: 
     assert checkpoints.last_good(tmp_path)[0] == folders[4]
 
 
+def test_what_is_not_finite_neither_counts_as_good_nor_pushes_out_what_is(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    good = write(tmp_path, 2, finite=True)
+    for step in (3, 4, 5):
+        last = write(tmp_path, step, finite=False)
+        checkpoints.rotate(tmp_path, 2, [last])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-5"]
+    found, problems = checkpoints.last_good(tmp_path)
+    assert found == good
+    assert problems == [f"{last} holds weights or moments that are not finite"]
+
+
 @pytest.mark.parametrize("calls", range(1, 16))
 def test_a_crash_at_any_call_while_publishing_leaves_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int

@@ -166,9 +166,10 @@ def test_a_kill_before_any_operation_on_a_file(
 
     with faults_disk.listening(arena.folder, monkeypatch, look):
         arena.train()
-    start = operations.index(faults_disk.SAVING[0])
-    assert operations[start : start + len(faults_disk.SAVING)] == list(faults_disk.SAVING)
-    assert len(operations) > len(faults_disk.SAVING)
+    saving = list(faults_disk.SAVING)
+    begin = operations.index(saving[0])
+    assert begin > 0
+    assert operations[begin : begin + len(saving)] == saving
     assert len(different) > 10
     steps = []
     for folder in different.values():
@@ -180,6 +181,19 @@ def test_a_kill_before_any_operation_on_a_file(
         go_on(folder, whole)
     assert set(steps) == {SAVED, STEPS}
     assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("name", faults_disk.FILES)
+@pytest.mark.parametrize("kind", faults_disk.DAMAGE)
+def test_damage_of_any_kind_to_any_file(arena: Arena, name: str, kind: str) -> None:
+    """Noticed, named and passed over; that the run then ends rightly is in the table."""
+    files = [path.name for path in arena.saved.iterdir()]
+    assert sorted(files) == sorted(faults_disk.FILES)
+    faults_disk.DAMAGE[kind](arena.saved / name)
+    good, problems = checkpoints.last_good(arena.folder)
+    assert good == arena.folder / f"checkpoint-{SAVED - 1}"
+    assert len(problems) == 1
+    assert name in problems[0]
 
 
 def test_rows_differ() -> None:
