@@ -118,6 +118,17 @@ def test_gradients_of_the_size_of_their_parts(how: str, dtype: torch.dtype) -> N
     torch.testing.assert_close(second, ratio * (1 - d), rtol=tol, atol=tol)
 
 
+def test_the_corrected_kl_beyond_the_clamp_of_its_ratio() -> None:
+    """There the ratio is a constant, e^20, and k3 alone moves: e^20 (1 - e^d)."""
+    logps = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    old, d = logps.detach() - 25.0, 0.5
+    options: dict[str, Any] = {"beta": 1.0, "use_bias_correction_kl": True}
+    options |= {"log_ratio_clamp": 20.0, "aggregation": "token_sum"}
+    tensors = {"old_per_token_logps": old, "ref_per_token_logps": logps.detach() + d}
+    policy_loss(logps, logps.new_zeros(1).detach(), **tensors, **options).loss.backward()
+    assert logps.grad.item() == pytest.approx(math.exp(20.0) * (1 - math.exp(d)), rel=1e-12)
+
+
 @pytest.mark.both_backends
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
