@@ -12,6 +12,7 @@ PYTEST_ARGS ?=
 PYTEST_WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 BENCH_ARGS ?=
 GATE_ARGS ?= --check
+FUZZ_ARGS ?= --minutes 20
 
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
@@ -21,21 +22,25 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 key = $(shell (pwd; cat pyproject.toml $(1)) | cksum | cut -d' ' -f1)
 DEV := $(VENV)/.dev-$(call key,requirements-dev.lock requirements-model.lock)
 BENCH := $(VENV)/.bench-$(call key,requirements-dev.lock requirements-bench.lock)
+AUDIT := $(VENV)/.audit-$(call key,requirements-audit.lock)
 DOCS := $(VENV)/.docs-$(call key,requirements-dev.lock requirements-docs.lock)
 
 # Of `make gpu`: PYTHON as it is, with its own torch and Triton, and nothing installed.
 GPU = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels $(PYTHON)
 
-.PHONY: help install demo test lint format docs bench bench-regression gate gpu clean distclean
+.PHONY: help install demo test coverage lint format docs bench bench-regression fuzz audit gate gpu clean distclean
 
 help:
 	@echo "make install    fill $(VENV), which the others do first"
 	@echo "make demo       train SmolLM2-135M with the fused loss     (TRAIN_ARGS='--steps 8')"
 	@echo "make test       run the tests                              (PYTEST_ARGS='-k trainer -n 0')"
+	@echo "make coverage   run them and count the lines that they reach, at least 95 % of each package"
 	@echo "make lint       ruff and mypy;  make format: let ruff fix what it can"
 	@echo "make docs       build the site of docs/ into site/, strictly"
 	@echo "make bench      compare with eager code and the peers      (BENCH_ARGS='--help')"
 	@echo "make bench-regression   time ours, and compare with the last time"
+	@echo "make fuzz       draw cases for the property tests          (FUZZ_ARGS='--minutes 20 --seed 1')"
+	@echo "make audit      look up the locked packages among known vulnerabilities"
 	@echo "make gate       compile all kernels for all chips, without a GPU (GATE_ARGS='--check')"
 	@echo "make gpu        on a GPU: doctor, tests and benchmark, with PYTHON as it is"
 	@echo "make clean      remove caches and build output;  make distclean: $(VENV) as well"
@@ -67,6 +72,15 @@ demo: $(DEV)
 test: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
+# Of the ranks, command lines and interpreted kernels as well, which run in processes of their own.
+coverage: $(DEV)
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine --quiet
+	@status=0; for package in fused_grpo kernels; do \
+	    $(BIN)/python -m coverage report --skip-covered --fail-under=95 --include="$$package/*" || status=1; \
+	done; exit $$status
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,6 +101,14 @@ bench: $(BENCH)
 bench-regression: $(BENCH)
 	$(BIN)/python -m pytest benchmarks/test_regression.py --benchmark-autosave --benchmark-compare $(PYTEST_ARGS)
 
+# One thread: the cases are small. It says how many it tried, and with which seeds.
+fuzz: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py $(FUZZ_ARGS)
+
+# In a folder of its own, for its packages are none of ours. Where nobody can be asked, it says so and passes.
+audit: $(DEV)
+	@$(BIN)/python scripts/audit.py --packages $(VENV)/audit --stamp $(AUDIT)
+
 gate: $(DEV)
 	$(BIN)/python -m fused_grpo_kernels.gate $(GATE_ARGS)
 
@@ -99,7 +121,7 @@ gpu:
 	exit $$status
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

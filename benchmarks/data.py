@@ -157,7 +157,9 @@ def real_case(temperature: float = 1.0, seed: int = 0) -> Case:
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         torch.save(tensors, partial)
         partial.replace(path)  # a run that was interrupted must not leave half a file
-    return _finish(f"SmolLM2-135M T={temperature:g}", torch.load(path), temperature, seed)
+    return _finish(
+        f"SmolLM2-135M T={temperature:g}", torch.load(path, weights_only=True), temperature, seed
+    )
 
 
 def synthetic_case(spec: Spec) -> Case:

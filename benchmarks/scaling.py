@@ -103,7 +103,7 @@ def run(tokens: int, dtype: str, device: str, full: bool, quick: bool) -> dict[s
 def measure_one(order: dict[str, str]) -> dict[str, Any]:
     """In this process: peak bytes of the first call, the parts of it that are no one's choice,
     seconds, and the error of 64 log-probabilities."""
-    kind, case = KINDS[order["kind"]], Case(**torch.load(order["path"]))
+    kind, case = KINDS[order["kind"]], Case(**torch.load(order["path"], weights_only=True))
     device = case.hidden.device.type
     small = Spec(tokens=32, vocab=512, width=16, device=device).build()
     small = small.to(case.hidden.dtype, device)

@@ -110,7 +110,9 @@ def make_batch(
     """
     ids_shape, device = tokens.shape, tokens.device
     num_sequences, sequence = _sequences(ids_shape, cu_seqlens, device, check=compact)
-    layout = _Layout(ids_shape, num_sequences, sequence, cu_seqlens is not None, device)
+    # who shares sequences takes part in collectives, which an error on one rank would leave waiting
+    check = compact and group is None
+    layout = _Layout(ids_shape, num_sequences, sequence, cu_seqlens is not None, device, check)
     counted = _mask(completion_mask, ids_shape, device)
     index = positions(counted, compact)
 
@@ -157,7 +159,7 @@ def mask_batch(
     """`make_batch` of a mask alone, for what weighs tokens."""
     return make_batch(
         torch.zeros_like(mask, dtype=torch.long),
-        torch.zeros(mask.shape, device=mask.device),
+        torch.zeros(mask.shape, dtype=torch.float32, device=mask.device),
         completion_mask=mask,
         group_ids=group_ids,
         cu_seqlens=cu_seqlens,
@@ -199,6 +201,15 @@ class _Layout:
     sequence: Tensor  # [N] sequence of every position, counted or not
     packed: bool
     device: torch.device
+    check: bool  # whether a vector of either kind is an error
+
+    @property
+    def _ambiguous(self) -> bool:
+        """Whether a vector could be one per sequence or one per token, and it matters which."""
+        n, s = self.sequence.numel(), self.num_sequences
+        if not self.packed or n != s:
+            return False
+        return not torch.equal(self.sequence, torch.arange(s, device=self.device))
 
     def per_token(self, name: str, value: Tensor, per_sequence: bool) -> Tensor:
         """Flattens a per-token value, or spreads a per-sequence one, to [N]; detached."""
@@ -206,6 +217,11 @@ class _Layout:
         value = value.detach()
         s = self.num_sequences
         if per_sequence and value.shape in ((s,), (s, 1)):
+            if value.dim() == 1 and self.check and self._ambiguous:
+                raise ValueError(
+                    f"{name} has shape [{s}], and there are {s} tokens in {s} sequences, not one "
+                    f"in each: give [{s}, 1], one per sequence, or [1, {s}], one per token"
+                )
             return value.reshape(-1)[self.sequence]
         if value.shape == self.shape or (
             self.packed and value.squeeze(0).shape == self.sequence.shape

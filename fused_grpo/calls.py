@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.backends import CHUNKED, Backend
-from fused_grpo.checks import check_head, check_number, check_targets, check_tensor
+from fused_grpo.checks import check_head, check_number, check_range, check_targets, check_tensor
 from fused_grpo.groups import VocabShard
 from fused_grpo.ops import HeadCall, LogprobsFunction, ReferenceCall
 from fused_grpo.passes import Needs, TokenValues
@@ -49,6 +49,8 @@ def make_call(
     """
     vocab = weight.shape[0] if shard is None else shard.vocab
     given = flat_temperature("temperature", temperature, shape, index, hidden.device, counted)
+    if not isinstance(temperature, Tensor):
+        check_range("temperature", temperature, hidden, weight)
     target, flat = check_targets(name, target, given, vocab, check)
     kept, bad = make_support(support or {}, shape, index, vocab, check)
     if bad is not None and not (index.device.type == "cpu" if check is None else check):
@@ -109,6 +111,8 @@ def make_reference(
         temperature = flat_temperature(
             "ref_temperature", ref_temperature, shape, call.index, hidden.device
         )
+        if not isinstance(ref_temperature, Tensor):
+            check_range("ref_temperature", ref_temperature, ref_hidden, ref_weight)
         name = "ref_temperature"
         _, temperature = check_targets(name, call.target, temperature, vocab, check, of=name)
     return ReferenceCall(

@@ -16,10 +16,28 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def check_transforms(call: str) -> None:
+    """RuntimeError inside of a transform of torch.func, none of which the head's passes support."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{call} does not go through torch.func (grad, vjp, jvp, vmap, hessian, ...): take its "
+            "gradients by torch.autograd, and give batches as batches. policy_loss does"
+        )
+
+
+def no_forward_mode(*_: Any) -> Any:
+    """In the place of an autograd function's derivative in forward mode."""
+    raise RuntimeError(
+        "the passes over a head have no forward-mode derivatives (torch.autograd.forward_ad): use "
+        "backward or torch.autograd.grad; policy_loss has both"
+    )
+
+
 def check_tensor(
     name: str, value: object, device: torch.device | None, floating: bool | None
 ) -> None:
-    """TypeError unless `value` is a floating (an integer) tensor, ValueError on another device."""
+    """TypeError unless `value` is a floating (an integer) tensor, ValueError on another device, and
+    on one without values."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
@@ -29,6 +47,8 @@ def check_tensor(
         raise TypeError(f"{name} must hold integers, not {value.dtype}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} is on {value.device}, the hidden states are on {device}")
+    if value.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, where tensors have no values")
 
 
 def check_number(name: str, value: Any, holds: Callable[[Any], bool], must: str) -> None:
@@ -37,6 +57,17 @@ def check_number(name: str, value: Any, holds: Callable[[Any], bool], must: str)
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not holds(value):
         raise ValueError(f"{name}={value} must be {must}")
+
+
+def check_range(name: str, value: float, hidden: Tensor, weight: Tensor) -> None:
+    """ValueError for a number that would become 0 or infinite where it meets the logits."""
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    limits = torch.finfo(dtype)
+    if value != 0 and not limits.tiny <= abs(value) <= limits.max:
+        raise ValueError(
+            f"{name}={value} is out of the range of the logits' {dtype}: its size must be in "
+            f"[{limits.tiny}, {limits.max}]"
+        )
 
 
 def check_choice(name: str, value: object, known: Iterable[str]) -> None:
@@ -87,8 +118,10 @@ def check_head(
                 f"it must be [{weight.shape[0]}]"
             )
     check_number(f"{prefix}logit_scale", logit_scale, math.isfinite, "finite")
+    check_range(f"{prefix}logit_scale", logit_scale, hidden, weight)
     if softcap is not None:
         check_number(f"{prefix}softcap", softcap, lambda c: 0 < c < math.inf, "> 0, or None")
+        check_range(f"{prefix}softcap", softcap, hidden, weight)
     if chunk_bytes is not None:
         check_number("chunk_bytes", chunk_bytes, lambda b: b >= 1, ">= 1, or None")
 
@@ -159,7 +192,7 @@ def imported_function(argument: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
             f"{argument}={name!r}: no function {attribute!r} in an installed module {module!r} "
             f"({error})"

@@ -275,6 +275,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"fused-grpo: {error}", file=sys.stderr)
             return 2
         raise
+    except KeyboardInterrupt:
+        again = " Checkpoints are whole; --resume goes on from the last." * (
+            options.command == "train"
+        )
+        print(f"fused-grpo: interrupted.{again}", file=sys.stderr)
+        return 130
     except SystemExit as stopped:
         from fused_grpo.trainer.guards import Interrupted
 

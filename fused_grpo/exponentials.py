@@ -20,15 +20,20 @@ any operand of a product. Two things keep their sum exact, and logp within 1e-4:
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fused_grpo.memory import slices
-from fused_grpo.tiles import GROUP, Head, LogitTiles, TileSums, add_up_groups, rows_in_tile
+from fused_grpo.tiles import GROUP, Head, LogitTiles, TileSums, add_up_groups, apart, rows_in_tile
 
 _SHIFT = 60.0
+# Kept exponentials are raised by as much as the largest allow: their products with small weights
+# would be denormal, which bf16 products of the hardware take for 0.
+_RAISED = 2.0**80
+_RAISED_SHIFT = _SHIFT - math.log(_RAISED)
 # sigmoid(x) is e^x to this relative error: logits up to 51, or 44
 _LARGEST = {torch.bfloat16: 2.0**-12, torch.float32: 2.0**-22}
 # Entries below 2^-126 are lost; this much per vocabulary entry makes them 1e-7 of the sum.
@@ -70,9 +75,9 @@ def exponentials(
 ) -> tuple[TileSums, Tensor, Tensor]:
     """The forward of a chunk [c, H] like `tiles.tile_softmax`, with one softmax for the whole row.
 
-    Fills `exps`, tile by tile, with exp(z - k), 0 at the target, where they are given. Also returns
-    the sums of their groups [c, V / GROUP], before they were rounded, and [c] which rows are out of
-    range, NaN among them: theirs are of no use.
+    Fills `exps`, tile by tile, with _RAISED exp(z - k), 0 at the target, where they are given. Also
+    returns the sums of their groups [c, V / GROUP], before they were rounded, and [c] which rows
+    are out of range, NaN among them: theirs are of no use.
     """
     head, x = logits.head, logits.x
     vocab, in_bf16 = head.weight.shape[0], _in_bf16(rows, head, logits.temperature)
@@ -87,13 +92,11 @@ def exponentials(
     tiles = slices(0 if bool(bad.all()) else vocab, tile)
     product = _Rounded(logits, rows, offset, tile) if in_bf16 else _Plain(logits, offset)
     for j, v in enumerate(tiles):
-        e = product(v, target, groups)
-        if exps is not None:
-            exps[j][:, : e.shape[1]] = e
+        product(v, target, groups, None if exps is None else exps[j])
     mass = product.exact(groups.sum(1))
     largest = _LARGEST[torch.bfloat16 if in_bf16 else torch.float32]
-    bad |= ~((mass >= vocab * _SMALLEST_MEAN) & (mass <= largest))
-    top, ones = _SHIFT + mass.log()[:, None], torch.ones_like(mass)[:, None]
+    bad |= ~((mass >= vocab * _SMALLEST_MEAN * _RAISED) & (mass <= largest * _RAISED))
+    top, ones = _RAISED_SHIFT + mass.log()[:, None], torch.ones_like(mass)[:, None]
     return TileSums(top, ones, mass[:, None], None, z_target), groups, bad
 
 
@@ -105,43 +108,46 @@ def _without_target(e: Tensor, column: Tensor) -> Tensor:
 
 
 class _Plain:
-    """exp(z - k) of a tile, in fp32."""
+    """_RAISED exp(z - k) of a tile, in fp32."""
 
     def __init__(self, logits: LogitTiles, offset: Tensor) -> None:
         self.logits, self.offset = logits, offset
 
-    def __call__(self, v: slice, target: Tensor, groups: Tensor) -> Tensor:
+    def __call__(self, v: slice, target: Tensor, groups: Tensor, out: Tensor | None) -> None:
         weight = self.logits.weight_tile(v)
         e = torch.ops.mkldnn._linear_pointwise(
-            self.logits.x, weight, self.offset[v], "sigmoid", [], ""
+            self.logits.x, apart(weight), self.offset[v], "sigmoid", [], ""
         )
         e = _without_target(e, target - v.start)
         whole = e if e.shape[1] % GROUP == 0 else F.pad(e, (0, -e.shape[1] % GROUP))
         add_up_groups(whole, v.start, groups)
-        return e
+        of_tile = slice(v.start // GROUP, v.start // GROUP + whole.shape[1] // GROUP)
+        groups[:, of_tile] *= _RAISED
+        if out is not None:
+            torch.mul(e, _RAISED, out=out[:, : e.shape[1]])
 
     def exact(self, mass: Tensor) -> Tensor:
         return mass
 
 
 class _Rounded:
-    """exp(z - k) of a tile, from a product in bf16 with dither, and the entries that must not enter
-    a sum rounded."""
+    """_RAISED exp(z - k) of a tile, from a product in bf16 with dither, and the entries that must
+    not enter a sum rounded."""
 
     def __init__(self, logits: LogitTiles, rows: Tensor, offset: Tensor, tile: int) -> None:
         self.x, self.weight, self.rows = logits.x, logits.head.weight, rows
         vocab = len(offset)
         shift = dither(vocab)
-        self.offset, self.undither = offset + shift, shift.neg().exp_()
+        self.offset, self.undither = offset + shift, shift.neg().exp_().mul_(_RAISED)
         width = min(tile, vocab)
         self.block = offset.new_empty(len(rows), width + -width % GROUP)
         self.mass = offset.new_zeros(len(rows))  # so far
         nowhere = offset.new_empty(0, dtype=torch.int64)
         self.large = nowhere, nowhere, self.mass[:0]  # rows, columns and rounded values
 
-    def __call__(self, v: slice, target: Tensor, groups: Tensor) -> Tensor:
+    def __call__(self, v: slice, target: Tensor, groups: Tensor, out: Tensor | None) -> None:
         e = torch.ops.mkldnn._linear_pointwise(
-            self.rows, self.weight[v], self.offset[v], "sigmoid", [], ""
+            self.rows, apart(self.weight[v]), self.offset[v], "sigmoid", [], ""
         )
         e = _without_target(e, target - v.start)
         width = e.shape[1]
@@ -151,7 +157,8 @@ class _Rounded:
         add_up_groups(whole, v.start, groups)
         first = v.start // GROUP
         self.set_aside(whole, v.start, groups[:, first : first + whole.shape[1] // GROUP])
-        return self.block[:, :width]
+        if out is not None:
+            out[:, :width] = self.block[:, :width]
 
     def set_aside(self, e: Tensor, start: int, groups: Tensor) -> None:
         """Notes the largest entries of a tile e [c, v], whose first column is `start`."""
@@ -173,7 +180,7 @@ class _Rounded:
         for some in slices(row.numel(), _GATHERED):
             w = self.weight.index_select(0, column[some])
             z[some] = (self.x.index_select(0, row[some]) * w).sum(1)
-        return mass.index_add(0, row, z.sub_(_SHIFT).exp_().sub_(value))
+        return mass.index_add(0, row, z.sub_(_RAISED_SHIFT).exp_().sub_(value))
 
 
 @functools.lru_cache(maxsize=4)
@@ -183,7 +190,7 @@ def dither(vocab: int) -> Tensor:
 
     Multiples of the golden ratio, modulo 1, through the inverse of the distribution.
     """
-    u = torch.arange(vocab, dtype=torch.float64).mul_((5**0.5 - 1) / 2).frac_()
+    u = torch.arange(vocab, dtype=torch.float64, device="cpu").mul_((5**0.5 - 1) / 2).frac_()
     rising = (2 * u).sqrt() - 1
     falling = 1 - (2 - 2 * u).sqrt()
     return torch.where(u < 0.5, rising, falling).mul_(_DITHER).bfloat16().float()

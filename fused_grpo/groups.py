@@ -170,9 +170,9 @@ def _exchange(
     head = [zlib.crc32(repr(names).encode()), len(names), own]
     device = like.device if isinstance(like, Tensor) else torch.device("cpu")
     size = max(_CAPACITY, len(names) + len(head))
-    facts = torch.zeros(size, dtype=torch.int64)
-    facts[: len(head) + len(names)] = torch.tensor([*head, *same.values()])
-    ranks = _gather(facts.to(device), group).tolist()
+    numbers = [*head, *same.values()]
+    facts = torch.tensor([*numbers, *[0] * (size - len(numbers))], device=device)
+    ranks = _gather(facts, group).tolist()
     if len({row[0] for row in ranks}) > 1:
         raise ValueError(f"{what}: its ranks were not given the same arguments")
     for i, name in enumerate(names, len(head)):

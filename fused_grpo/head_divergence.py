@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.calls import SAME, counted_positions, make_call, token_values
-from fused_grpo.checks import check_choice, check_head, check_number
+from fused_grpo.checks import check_choice, check_head, check_number, check_transforms
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES
 from fused_grpo.reference import reference_linear_kl
 
@@ -60,6 +60,7 @@ def linear_kl(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
+    check_transforms("linear_kl")
     check_choice("backend", backend, BACKENDS)
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     if top_k is not None:

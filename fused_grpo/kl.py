@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from fused_grpo.ratios import clamp_log_ratio
+from fused_grpo.ratios import clamp_log_ratio, expm1
 
 
 def k1(d: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def k2(d: Tensor) -> Tensor:
 
 def k3(d: Tensor) -> Tensor:
     """e^d - d - 1 >= 0, and 0 only at d = 0 (Schulman 2020)."""
-    return torch.expm1(d) - d
+    return expm1(d) - d
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,26 @@ def kl_penalty(d: Tensor, estimator: str, limit: float | None, clamp: float | No
     if how.straight_through:
         gradient = k2(d)
         value = value.detach() + (gradient - gradient.detach())
+    beyond = raw.abs() > (torch.inf if clamp is None else clamp)
     if how.score:
-        value = value * (d.detach() - d).exp()
-    return Penalty(value, bounded != d, raw.abs() > (torch.inf if clamp is None else clamp))
+        since = d.detach() - d  # logp - sg logp
+        if how.exponential:
+            inside = (bounded == d) & ~beyond
+            outside = value.masked_fill(inside, 0.0) * since.exp()
+            value = torch.where(inside, scored_k3(value, d), outside)
+        else:
+            value = value * since.exp()
+    return Penalty(value, bounded != d, beyond)
+
+
+def scored_k3(value: Tensor, d: Tensor) -> Tensor:
+    """k3(d) e^(logp - sg logp), given its value, as a function of logp.
+
+    (e^d - 1 - d) e^(sg d - d) = e^(sg d) - (1 + d) e^(sg d - d): without the first term, which is
+    constant, all derivatives stay, the first being -d, and nothing of the size of e^d cancels.
+    """
+    now = d.detach()
+    return value.detach() + (1 + now) - (1 + d) * (now - d).exp()
 
 
 @dataclass

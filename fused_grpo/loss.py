@@ -17,7 +17,13 @@ from fused_grpo import compiled, routed
 from fused_grpo.backends import BACKENDS, choose, compaction
 from fused_grpo.batch import TokenBatch, make_batch, positions
 from fused_grpo.calls import ADAPTER, SAME, joined, make_call, token_values
-from fused_grpo.checks import check_choice, check_head, check_lora, check_tensor
+from fused_grpo.checks import (
+    check_choice,
+    check_head,
+    check_lora,
+    check_tensor,
+    check_transforms,
+)
 from fused_grpo.corrections import prepare
 from fused_grpo.groups import join_sequences, join_vocab, rank_in
 from fused_grpo.objectives import LossSpec, metrics, token_terms
@@ -196,6 +202,7 @@ def linear_logprobs(
             **options,
         }
         return LinearLogprobs(*compiled.logprobs(hidden, weight, targets, bias, settings))
+    check_transforms("linear_logprobs")
     shard = join_vocab(
         process_group,
         hidden,
@@ -339,7 +346,8 @@ def grpo_loss(
         weight: [V, H].
         completion_ids: [B, T]; packed: [N] or [1, N] with `cu_seqlens`. Integers in [0, V) where
             they count.
-        advantages: one per sequence, [B] (packed: [S]), or one per token.
+        advantages: one per sequence, [B] (packed: [S]), or one per token. Where as many packed
+            tokens as sequences leave open which: [S, 1] or [1, N].
         completion_mask: what counts, in the shape of completion_ids, boolean or 0/1. None:
             everything. Whatever stands at other positions, NaN included, has no effect.
         old_per_token_logps: log-probs of the policy that sampled. None: this policy, detached:
@@ -476,6 +484,7 @@ def grpo_loss(
         return GRPOLossOutput(
             *compiled.loss(hidden, weight, completion_ids, advantages, bias, settings)
         )
+    check_transforms("grpo_loss")
     tensors: dict[str, Any] = {
         "old_per_token_logps": old_per_token_logps,
         "ref_per_token_logps": ref_per_token_logps,
@@ -847,7 +856,10 @@ def _reference(
             f"{', '.join(REFERENCE_LOSSES)} and their own options"
         )
     logps, h, *_ = reference_logprobs(
-        hidden.reshape(*ids.shape, -1), weight, ids.long().masked_fill(~counted, -100), **head
+        hidden.reshape(*ids.shape, hidden.shape[-1]),
+        weight,
+        ids.long().masked_fill(~counted, -100),
+        **head,
     )
     flat = None if h is None else h.reshape(-1)[batch.index]
     values = TokenValues(logps.reshape(-1)[batch.index], flat)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_grpo.backends import CHUNKED, Backend
+from fused_grpo.checks import no_forward_mode
 from fused_grpo.groups import VocabShard
 from fused_grpo.memory import ChunkPlan
 from fused_grpo.objectives import Objective
@@ -145,6 +146,8 @@ class LogprobsFunction(torch.autograd.Function):
     gradient. Routed gradients wait as kept entries: 2NHV.
     """
 
+    jvp = staticmethod(no_forward_mode)  # type: ignore[assignment]
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -220,6 +223,8 @@ class FusedLossFunction(torch.autograd.Function):
     Returns (loss [], per-token losses [n], g [n], and the fields of TokenValues); only the loss is
     differentiable.
     """
+
+    jvp = staticmethod(no_forward_mode)  # type: ignore[assignment]
 
     @staticmethod
     def forward(

@@ -10,9 +10,8 @@ away* before anything else, so that whatever stands at their positions, NaN incl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +107,8 @@ def _logits(
 ) -> Tensor:
     """[n, V] of the counted positions."""
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    logits = hidden[counted].to(dtype) @ weight.to(dtype).T
+    with torch.autocast(hidden.device.type, enabled=False):  # fp32 logits are the definition
+        logits = hidden[counted].to(dtype) @ weight.to(dtype).T
     if bias is not None:
         logits = logits + bias.to(dtype)
     logits = logits * logit_scale
@@ -295,7 +295,7 @@ def reference_loss(
         "logit_scale": logit_scale,
         "softcap": softcap,
     }
-    z = _logits(hidden.reshape(*shape, -1), weight, counted, bias, **policy)
+    z = _logits(hidden.reshape(*shape, hidden.shape[-1]), weight, counted, bias, **policy)
     target = completion_ids[counted].long()
     kept, outside = reference_support(z, target, counted, **support)
     log_p = _log_softmax(z, kept)
@@ -309,7 +309,13 @@ def reference_loss(
     if ref_hidden is not None and ref_weight is not None:
         with torch.no_grad():
             own = _own_options(policy, ref_temperature, ref_logit_scale, ref_softcap)
-            z_r = _logits(ref_hidden.reshape(*shape, -1), ref_weight, counted, ref_bias, **own)
+            z_r = _logits(
+                ref_hidden.reshape(*shape, ref_hidden.shape[-1]),
+                ref_weight,
+                counted,
+                ref_bias,
+                **own,
+            )
             log_r = _log_softmax(z_r.to(z.dtype), kept)
         if kl_estimator == "k3":
             options["ref_per_token_logps"] = _restored(log_r, target, counted)
@@ -372,23 +378,23 @@ def reference_policy_loss(
         return x.reshape(-1)[counted].to(dtype)
 
     def per_sequence_or_token(x: Tensor) -> Tensor:
-        return x.reshape(-1)[sequence].to(dtype) if x.numel() == num_sequences else per_token(x)
+        whole = x.shape in ((num_sequences,), (num_sequences, 1))
+        return x.reshape(-1)[sequence].to(dtype) if whole else per_token(x)
 
     logp = per_token(per_token_logps)
-    losses: Callable[..., tuple[Tensor, dict[str, Tensor | None]]] = partial(
-        token_losses,
-        old=logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
-        ref=None if ref_per_token_logps is None else per_token(ref_per_token_logps),
-        advantage=per_sequence_or_token(advantages),
-        correction=(
+    constants: dict[str, Any] = {
+        "old": logp.detach() if old_per_token_logps is None else per_token(old_per_token_logps),
+        "ref": None if ref_per_token_logps is None else per_token(ref_per_token_logps),
+        "advantage": per_sequence_or_token(advantages),
+        "correction": (
             1.0
             if importance_sampling_ratio is None
             else per_sequence_or_token(importance_sampling_ratio)
         ),
-        sequence=sequence,
-        lengths=lengths,
+        "sequence": sequence,
+        "lengths": lengths,
         **options,
-    )
+    }
     divisor = {
         "grpo": lambda: lengths[sequence] * num_sequences,
         "bnpo": lambda: len(sequence),
@@ -399,15 +405,22 @@ def reference_policy_loss(
 
     entropy = None if entropies is None else per_token(entropies)
     whole_kl = None if kl is None else per_token(kl)
-    token_loss, own_parts = losses(logp, entropy, whole_kl)
+    token_loss, own_parts = token_losses(logp, entropy, whole_kl, **constants)
     # Once more on leaves: which tokens would send nothing back to the head?
-    with torch.enable_grad():
-        leaves = [
-            None if x is None else x.detach().requires_grad_() for x in (logp, entropy, whole_kl)
+    # Inference mode's tensors are no leaves and enter no graph: their copies are and do.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves: list[Any] = [
+            None if x is None else x.detach().clone().requires_grad_()
+            for x in (logp, entropy, whole_kl)
         ]
-        again, _ = losses(*leaves)
+        copies: dict[str, Any] = {
+            k: x.clone() if isinstance(x, Tensor) else x for k, x in constants.items()
+        }
+        again, _ = token_losses(*leaves, **copies)
         grads = torch.autograd.grad(
-            (again / divisor).sum(), [x for x in leaves if x is not None], allow_unused=True
+            (again / divisor.clone()).sum(),
+            [x for x in leaves if x is not None],
+            allow_unused=True,
         )
     idle = torch.stack([g == 0 for g in grads if g is not None]).all(dim=0)
     own_parts |= {"entropy": entropy, "zero_coefficient_fraction": idle, **(parts or {})}

@@ -116,7 +116,7 @@ def make_route(options: RouteOptions, sequence: Tensor, num_sequences: int) -> R
     if tau == 0:
         return None
     if seed is None:
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
     ids = torch.arange(num_sequences, device=sequence.device) if ids is None else ids.long()
     if ids.shape != (num_sequences,):
         raise ValueError(
@@ -175,11 +175,11 @@ _WORD = 0xFFFFFFFF
 def keys_of_part(keys: Tensor, part: int) -> Tensor:
     """[n] keys for noise of its own: of the rows from `part` on of a shared vocabulary, or of the
     tokens that rank -`part` of a sequence_group holds; both count from 0. Part 0 keeps its keys."""
-    return _mix(keys ^ _mix(torch.tensor(part))) if part else keys
+    return _mix(keys ^ _mix(torch.tensor(part, device="cpu"))) if part else keys
 
 
 def _seed_word(seed: int) -> Tensor:
-    words = torch.tensor([seed & _WORD, (seed >> 32) & _WORD])
+    words = torch.tensor([seed & _WORD, (seed >> 32) & _WORD], device="cpu")
     return _mix(words[0] ^ _mix(words[1]))
 
 
@@ -187,7 +187,7 @@ def _seed_word(seed: int) -> Tensor:
 def _uniform(seed: int, stream: int, count: int, device: torch.device) -> Tensor:
     """[count] fp32 in (0, 1), multiples of 2^-25."""
     salt = _seed_word(seed ^ stream).to(device)
-    noise = torch.empty(count, device=device)
+    noise = torch.empty(count, dtype=torch.float32, device=device)
     for part in slices(count, 2**14):
         counter = torch.arange(part.start, part.stop, device=device) + (stream << 24)
         word = _mix(_mix(counter) ^ salt)
@@ -591,6 +591,6 @@ def metrics(routing: Tensor, g: Tensor, logps: Tensor, vocab: int) -> dict[str, 
     n = max(1, len(kept))
     return {
         "route/kept_per_token": kept.sum() / n,
-        "route/dense_fraction": (kept >= vocab).sum() / n,
+        "route/dense_fraction": (kept >= vocab).to(kept.dtype).sum() / n,
         "route/relative_noise": noise.sqrt(),
     }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.calls import counted_positions, make_call
-from fused_grpo.checks import check_head, check_lora
+from fused_grpo.checks import check_head, check_lora, check_transforms
 from fused_grpo.memory import DEFAULT_CHUNK_BYTES, slices
 from fused_grpo.passes import Needs
 from fused_grpo.tiles import LogitTiles
@@ -50,6 +50,7 @@ def linear_support(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what fits.
     """
+    check_transforms("linear_support")
     check_head(hidden, weight, bias, logit_scale, softcap, chunk_bytes)
     check_lora(hidden, weight, lora_hidden, lora_weight)
     if top_k is None and top_p is None and min_p is None:
@@ -101,7 +102,9 @@ def linear_support(
 
 def _ids(z: Tensor, cutoff: Tensor) -> Tensor:
     """[c, K] of [c, V]: the columns that are kept, ascending, then -1."""
-    row, column = (z >= cutoff[:, None]).nonzero(as_tuple=True)
+    kept = (z >= cutoff[:, None]) & (z != -torch.inf)  # what nobody can draw is in no support
+    kept |= z.isnan()  # and what is broken stays to be seen
+    row, column = kept.nonzero(as_tuple=True)
     counts = torch.bincount(row, minlength=z.shape[0])
     ids = column.new_full((z.shape[0], int(counts.amax())), -1)
     first = (counts.cumsum(0) - counts).repeat_interleave(counts)

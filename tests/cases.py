@@ -131,7 +131,8 @@ def with_reference(case: Case, *, distance: float = 0.3, dim: int | None = None)
     hidden, weight = case.hidden.double(), case.weight.double()
     if dim is None:
         hidden = hidden + distance * normal(*hidden.shape)
-        weight = weight + distance * weight.std() * normal(*weight.shape)
+        size = weight.std() if weight.numel() > 1 else weight.abs().squeeze()
+        weight = weight + distance * size * normal(*weight.shape)
     else:
         hidden = normal(*hidden.shape[:-1], dim)
         weight = 2 * normal(weight.shape[0], dim) / math.sqrt(dim)
@@ -189,11 +190,14 @@ def pack(case: Case) -> Case:
         for k, v in case.options.items()
     }
     per_token = case.advantages.shape == keep.shape
+    advantages = case.advantages[keep] if per_token else case.advantages
+    if advantages.shape == (rows,) and keep.sum() == rows:  # of sequences, or of tokens?
+        advantages = advantages[None] if per_token else advantages[:, None]
     return replace(
         case,
         hidden=case.hidden[keep],
         ids=case.ids[keep],
-        advantages=case.advantages[keep] if per_token else case.advantages,
+        advantages=advantages,
         tensors=tensors,
         options=options,
     )

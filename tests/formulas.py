@@ -155,7 +155,8 @@ def dppo_tv(b: Batch, level: str) -> Tensor:
 def dppo_kl(b: Batch, level: str) -> Tensor:
     lp, lo = b.logps.detach(), b.old_or_live()
     p, po = lp.exp(), lo.exp()
-    kl = po * (lo - lp) + (1 - po) * torch.log((1 - po + 1e-8) / (1 - p + 1e-8))
+    rest, rest_o = torch.clamp(1 - p, min=0), torch.clamp(1 - po, min=0)
+    kl = po * (lo - lp) + rest_o * torch.log((rest_o + 1e-8) / (rest + 1e-8))
     up, down = b.option("divergence_high", 0.05), b.option("divergence_low", 0.05)
     keep = torch.where(b.advantages > 0, (kl <= up) | (p <= po), (kl <= down) | (p >= po))
     r = torch.clamp(b.ratio("token").detach(), max=b.option("ratio_max", 20.0))

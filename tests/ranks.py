@@ -19,7 +19,14 @@ from cases import Case
 from torch import Tensor
 
 CASES: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {}
-MODULES = ("ranks_vocab", "ranks_routed", "ranks_sequences", "ranks_data", "ranks_errors")
+MODULES = (
+    "ranks_vocab",
+    "ranks_routed",
+    "ranks_sequences",
+    "ranks_data",
+    "ranks_errors",
+    "ranks_contract",
+)
 PASSED = "passed"
 PATIENCE = timedelta(seconds=60)
 

@@ -52,11 +52,9 @@ class Server:
             self.paths |= {"/collective_rpc", "/reset_prefix_cache", "/update_weights_from_disk"}
             self.paths |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
             self.paths |= {"/load_lora_adapter", "/unload_lora_adapter"}
-        self.http = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self})
-        )
+        self.http = _Quiet(("127.0.0.1", 0), type("Bound", (Handler,), {"owner": self}))
         self.http.daemon_threads = True
-        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
 
     @property
@@ -200,6 +198,11 @@ class Server:
         elif path == "/reset_prefix_cache":
             return 200, {"success": self.resets}
         return 200, None
+
+
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """Of clients that have gone: what is printed is for the run's own words."""
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -74,6 +74,18 @@ def test_numbers_by_hand(options: dict[str, Any], weights: list[list[float]]) ->
     close(loss, (signs * want).sum(), 1e-12, "loss")
 
 
+@pytest.mark.parametrize(
+    ("mode", "weight"), [("token_truncate", 0.8), ("token_mask", 0.0), ("geometric_truncate", 0.8)]
+)
+def test_the_lower_bound(mode: str, weight: float) -> None:
+    """A token that the sampler found twice as likely has ratio 1/2, below sampling_ratio_min."""
+    sampler = torch.full((2, 2), -1.0 + LOG2, dtype=torch.float64)
+    for low, want in ((0.8, weight), (0.4, 0.5), (None, 0.5)):
+        _, gradient, _ = loss_of(sampler, sampling_correction=mode, sampling_ratio_min=low)
+        signs = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand(2, 2)
+        close(gradient, signs * want, 1e-12, f"gradient, {low}")
+
+
 def test_a_rejected_token_leaves_every_term_and_a_masked_weight_only_the_policy() -> None:
     kl = {"beta": 0.5, "ref_per_token_logps": torch.full((2, 2), -0.5, dtype=torch.float64)}
     gone, gradient, _ = loss_of(SAMPLER, rejection={"token_k1": 1.5}, **kl)

@@ -63,7 +63,8 @@ SHOWN = "fused-grpo plan"
 
 # Pages without a block to run.
 SILENT = {f"docs/api/{name}.md" for name in ("loss", "trainer", "integrations", "arguments")}
-SILENT |= {f"docs/{name}.md" for name in ("bug-list", "how-it-works", "kernels", "trainer")}
+SILENT |= {f"docs/{name}.md" for name in ("bug-list", "faults", "mutants", "how-it-works")}
+SILENT |= {"docs/kernels.md", "docs/trainer.md"}
 
 
 def recipes() -> str:

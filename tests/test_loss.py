@@ -62,10 +62,10 @@ def test_cu_seqlens_dtypes_and_empty_sequences(dtype: torch.dtype) -> None:
 
 
 def test_as_many_sequences_as_tokens() -> None:
-    """[S] and [N] cannot be told apart when S == N: one value per sequence is meant."""
+    """[S] and [N] cannot be told apart when S == N: [S, 1] is one value per sequence."""
     case = pack(make_case(rows=2, width=2, vocab=13, mask="ones", ref=False))
     case.tensors["cu_seqlens"] = torch.tensor([0, 1, 1, 4, 4])
-    case.advantages = torch.tensor([1.0, 5.0, -2.0, 7.0]).double()
+    case.advantages = torch.tensor([[1.0], [5.0], [-2.0], [7.0]]).double()
     case.options["loss_type"] = "bnpo"
     got = check(case)
     torch.testing.assert_close(ours(case.with_options(beta=0.0)).output.loss, got.output.loss)

@@ -13,6 +13,7 @@ from oracle import check, close, dtype_id, ours
 from torch import Tensor
 
 from fused_grpo import grpo_loss
+from fused_grpo.batch import make_batch
 
 
 def same(a: Any, b: Any, tol: float = 1e-12) -> None:
@@ -147,3 +148,15 @@ def test_end_of_sequence_token_is_kept() -> None:
     result = check(case)
     assert int(result.output.metrics["num_tokens"]) == case.ids.numel()
     assert (result.grads["hidden"][:, -1] != 0).any()
+
+
+def test_packed_bounds_without_waiting_for_the_device() -> None:
+    """A fixed capacity reads the bounds where they are: the same sequences, empty ones too."""
+    bounds = torch.tensor([0, 2, 2, 5, 6])
+    tokens, advantages = torch.zeros(6, dtype=torch.long), torch.zeros(4, 1)
+    batches = [
+        make_batch(tokens, advantages, cu_seqlens=bounds, dtype=torch.float32, compact=compact)
+        for compact in (True, False)
+    ]
+    for batch in batches:
+        assert batch.sequence.tolist() == [0, 0, 2, 2, 2, 3]

@@ -27,3 +27,13 @@ def test_every_file_has_tests_that_exist() -> None:
     for tests in mutants.TESTS.values():
         for test in tests.split():
             assert (ROOT / "tests" / f"test_{test}.py").exists(), test
+
+
+def test_the_document_is_of_these_faults() -> None:
+    """docs/mutants.md is written by a whole run: the same faults, and enough of them found."""
+    rows = [line for line in mutants.DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    listed = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
+    wanted = [(f"`{mutant.file}`", mutant.what) for mutant in mutants.MUTANTS]
+    assert [row[:2] for row in listed] == wanted
+    found = sum(row[2] == "found" for row in listed)
+    assert found >= mutants.FLOOR * len(listed)

@@ -149,3 +149,18 @@ def test_everything_masked_keeps_a_graph(loss_type: str) -> None:
     assert out.loss.detach() == 0
     assert logps.grad is not None
     assert not logps.grad.any()
+
+
+def test_what_is_compared_with_gets_no_gradient() -> None:
+    """Old and reference log-probabilities, advantages and ratios are constants, leaves or not."""
+    logps = (-torch.rand(2, 3)).requires_grad_()
+    tensors = {
+        "old_per_token_logps": -torch.rand(2, 3),
+        "ref_per_token_logps": -torch.rand(2, 3),
+        "importance_sampling_ratio": torch.rand(2, 3),
+    }
+    tensors = {name: x.requires_grad_() for name, x in tensors.items()}
+    advantages = torch.randn(2).requires_grad_()
+    policy_loss(logps, advantages, beta=0.1, **tensors).loss.backward()
+    assert logps.grad is not None
+    assert all(x.grad is None for x in (advantages, *tensors.values()))

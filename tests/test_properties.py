@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from cases import Case, make_case, pack
-from hypothesis import given, settings
+from fuzzing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import check, close, oracle, ours
 from torch import Tensor
 
 from fused_grpo import group_relative_advantages, linear_logprobs, policy_loss
 
-# The same examples on every run: a red test is the fault of the change under test.
-few = settings(max_examples=40, deadline=None, derandomize=True)
+few = examples(40)
 
 SCHEMES = st.sampled_from(
     [

@@ -94,6 +94,18 @@ def test_rotation_keeps_the_newest_the_best_and_what_it_does_not_know(tmp_path: 
     assert checkpoints.last_good(tmp_path)[0] == folders[4]
 
 
+def test_what_is_not_finite_neither_counts_as_good_nor_pushes_out_what_is(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    good = write(tmp_path, 2, finite=True)
+    for step in (3, 4, 5):
+        last = write(tmp_path, step, finite=False)
+        checkpoints.rotate(tmp_path, 2, [last])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-5"]
+    found, problems = checkpoints.last_good(tmp_path)
+    assert found == good
+    assert problems == [f"{last} holds weights or moments that are not finite"]
+
+
 @pytest.mark.parametrize("calls", range(1, 16))
 def test_a_crash_at_any_call_while_publishing_leaves_a_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
@@ -170,8 +182,17 @@ def test_what_cannot_be_saved_raises(tmp_path: Path, value: Any) -> None:
         save_state(tmp_path / "s", value)
 
 
-@pytest.mark.parametrize("name", ["os:system", "fused_grpo.cli:main", "fused_grpo.cli:argparse"])
-def test_a_file_names_nothing_but_dataclasses_of_this_package(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "fused_grpo.cli:main",
+        "fused_grpo.cli:argparse",
+        "fused_grpo.trainer.config:GRPOConfig",
+        "fused_grpo.trainer.collect:Collector",
+    ],
+)
+def test_a_file_names_nothing_but_what_is_saved(tmp_path: Path, name: str) -> None:
     tree = {"dataclass": name, "fields": {"dict": {}}}
     save_file({}, tmp_path / "s", metadata={"tree": json.dumps(tree)})
     with pytest.raises(TypeError, match="a checkpoint names"):

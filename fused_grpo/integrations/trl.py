@@ -232,9 +232,13 @@ class FusedGRPOTrainer(GRPOTrainer):
         def run(hidden: Tensor, weight: Tensor, targets: Tensor, **head: Any) -> GRPOLossOutput:
             # the tokens of all completions, one after the other
             per_token: dict[str, Any] = {
-                name: x[counted] if x.shape == counted.shape else x.reshape(-1)
+                name: x[counted] if x.shape == counted.shape else x.reshape(-1, 1)
                 for name, x in tensors.items()
             }
+            for name in ("importance_sampling_ratio", "entropy_scale"):
+                x = per_token.get(name)
+                if x is not None and x.dim() == 1:  # of as many sequences as tokens, too
+                    per_token[name] = x[None]
             if "entropy_scale" in tensors and self.top_entropy_quantile < 1:
                 scale = self._share_of_acting(hidden, weight, targets, per_token, head)
                 per_token["entropy_scale"] = per_token["entropy_scale"] * scale

@@ -58,7 +58,7 @@ def _clip_cov(config: Config) -> dict[str, Any]:
         "cov_low": ("clip_cov_lb", 1.0),
         "cov_high": ("clip_cov_ub", 5.0),
     }
-    seed = int(torch.randint(2**31, ()))  # of torch's generator, as verl's draw
+    seed = int(torch.randint(2**31, (), device="cpu"))  # of torch's generator, as verl's draw
     return _epsilons(config) | _of_policy(config, **names) | {"cov_seed": seed}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import clamp_log_ratio
+from fused_grpo.ratios import clamp_log_ratio, exp
 
 if TYPE_CHECKING:
     from fused_grpo.objectives.spec import LossSpec
@@ -82,12 +82,11 @@ def gmpo(t: TokenView, spec: LossSpec) -> Tensor:
     The bounds are e^-eps_low and e^eps_high: epsilons are log-ratios here. arXiv 2507.20673.
     """
     clamped = t.log_ratio.clamp(-spec.epsilon_low, spec.upper)
-    gains = t.advantages >= 0
-    one_sided = torch.where(
-        gains, torch.minimum(t.log_ratio, clamped), torch.maximum(t.log_ratio, clamped)
-    )
+    least, most = torch.minimum(t.log_ratio, clamped), torch.maximum(t.log_ratio, clamped)
+    one_sided = torch.where(t.advantages < 0, most, t.log_ratio)
+    one_sided = torch.where(t.advantages > 0, least, one_sided)
     mean = clamp_log_ratio(t.sequence_mean(one_sided), spec.log_ratio_clamp)
-    return -t.advantages * mean.exp()
+    return -t.advantages * exp(mean)
 
 
 def reinforce(t: TokenView, spec: LossSpec) -> Tensor:
@@ -104,7 +103,8 @@ def masked_importance_sampling(t: TokenView, spec: LossSpec) -> Tensor:
     """-sg(rho) A l where 1 - eps_low < rho < 1 + eps_high, and 0 elsewhere."""
     ratio = t.ratio.detach()
     beyond = (ratio <= 1 - spec.epsilon_low) | (ratio >= 1 + spec.upper)
-    return torch.where(beyond, 0.0, -ratio * t.advantages * t.logps)
+    weight = torch.where(beyond, 0.0, ratio)  # a gradient of 0 times one that overflows is NaN
+    return torch.where(beyond, 0.0, -weight * t.advantages * t.logps)
 
 
 def dppo_tv(t: TokenView, spec: LossSpec) -> Tensor:
@@ -133,7 +133,8 @@ def within_kl(t: TokenView, spec: LossSpec) -> Tensor:
     """[n] the same, by po (lo - l) + (1 - po) ln((1 - po) / (1 - p))."""
     logps, old = t.logps.detach(), t.old
     p, po = logps.exp(), old.exp()
-    rest, rest_old = -torch.expm1(logps), -torch.expm1(old)
+    # a sampler's log-probability of what is certain may come out above 0
+    rest, rest_old = ((-torch.expm1(x)).clamp(min=0) for x in (logps, old))
     tiny = 1e-8  # p rounds to 1
     kl = po * (old - logps) + rest_old * ((rest_old + tiny) / (rest + tiny)).log()
     low, high = spec.option("divergence_low"), spec.option("divergence_high")
@@ -188,7 +189,8 @@ def covariance_clipped(t: TokenView, spec: LossSpec) -> Tensor:
     inside = (covariance > spec.option("cov_low")) & (covariance < spec.option("cov_high"))
     inside &= ~(low | high)
     # one number per position, so that the draw does not depend on the device or its kernels
-    draw = torch.rand(inside.numel(), generator=torch.Generator().manual_seed(spec.cov_seed))
+    generator = torch.Generator("cpu").manual_seed(spec.cov_seed)
+    draw = torch.rand(inside.numel(), generator=generator, dtype=torch.float32, device="cpu")
     order = torch.where(inside, draw.to(inside.device), 2.0).argsort()
     chosen = torch.zeros_like(inside)
     chosen[order[: _count(inside, spec)]] = True

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fused_grpo import corrections
 from fused_grpo.batch import TokenBatch
-from fused_grpo.kl import Penalty, kl_penalty
+from fused_grpo.kl import Penalty, kl_penalty, scored_k3
 from fused_grpo.objectives.spec import LossSpec
 from fused_grpo.objectives.view import TokenView
-from fused_grpo.ratios import LEVELS, clamp_log_ratio
+from fused_grpo.ratios import LEVELS, clamp_log_ratio, exp
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,30 @@ def other_terms(
         d = batch.ref - view.logps
         penalty = kl_penalty(d, spec.kl_estimator, spec.log_ratio_clamp, spec.kl_clamp)
         if spec.use_bias_correction_kl:  # DeepSeek-V3.2 (arXiv 2512.02556): unbiased off policy
-            penalty = replace(penalty, value=view.ratio * penalty.value)
+            penalty = replace(penalty, value=_corrected(view, penalty, d, spec))
         loss = spec.beta * penalty.value
     if spec.positive_nll_coef != 0:  # VAPO, arXiv 2504.05118
         positive = torch.where(view.advantages > 0, view.logps, 0.0)
         loss = loss - spec.positive_nll_coef * positive
     return loss, penalty
+
+
+def _corrected(view: TokenView, penalty: Penalty, d: Tensor, spec: LossSpec) -> Tensor:
+    """[n] the KL times the live ratio.
+
+    A ratio r of tokens is sg(r) e^(l - sg l), so that r k3 is a case of `scored_k3`: its gradient
+    -r d would otherwise be the difference of two numbers of the size of r e^d.
+    """
+    ratio, value = view.ratio, penalty.value
+    if spec.kl_estimator != "k3" or spec.level not in ("token", "sequence_token"):
+        return ratio * value
+    moves = clamp_log_ratio(view.log_ratio, spec.log_ratio_clamp) == view.log_ratio
+    assert penalty.input_clamped is not None
+    assert penalty.value_clamped is not None
+    inside = moves & ~penalty.input_clamped & ~penalty.value_clamped
+    together = ratio.detach() * scored_k3(value, d)
+    apart = ratio.masked_fill(inside, 0.0) * value.masked_fill(inside, 0.0)
+    return torch.where(inside, together, apart)
 
 
 def entropy_bonus(entropy: Tensor, batch: TokenBatch, spec: LossSpec) -> Tensor:
@@ -110,12 +128,16 @@ def make_view(
     if spec.bypass:  # an unknown log-prob of the sampler is a ratio of 1
         old = torch.where(old.isnan(), logps.detach(), old)
     log_ratio = level_of(logps - old, batch, spec)
+    ratio = exp(clamp_log_ratio(log_ratio, spec.log_ratio_clamp))
+    # infinity times an advantage of 0 would be NaN, and any finite ratio times it is 0
+    nothing = (ratio == torch.inf) & (batch.advantages == 0)
+    ratio = ratio.masked_fill(nothing, torch.finfo(ratio.dtype).max)
     return TokenView(
         logps=logps,
         advantages=batch.advantages,
         old=old,
         log_ratio=log_ratio,
-        ratio=clamp_log_ratio(log_ratio, spec.log_ratio_clamp).exp(),
+        ratio=ratio,
         weight=weight,
         entropy=entropy,
         sequences=batch.sequences,

@@ -194,7 +194,7 @@ def loss_of(
             states,
             head.weight,
             batch.for_loss(batch.completion_ids),
-            batch.advantages,
+            batch.advantages[:, None],  # one per sequence, also of as many tokens as sequences
             completion_mask=batch.for_loss(batch.completion_mask),
             old_per_token_logps=batch.for_loss(batch.old_logps if spec.uses_old else None),
             ref_per_token_logps=batch.for_loss(batch.ref_logps),

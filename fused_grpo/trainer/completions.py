@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from fused_grpo.trainer.records import Entry, RunLines, read_lines
 from fused_grpo.trainer.rollout import Sample
+from fused_grpo.trainer.secrecy import printable
 
 COMPLETIONS_FILE = "completions.jsonl"
 LONGEST = 400  # characters of a text in a table
@@ -153,6 +154,7 @@ def _cells(entry: Entry, names: list[str]) -> list[str]:
 
 
 def _short(text: str) -> str:
+    text = printable(text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from fused_grpo.trainer.loop_args import LoopArguments
 from fused_grpo.trainer.loss_args import LossArguments, arg
 from fused_grpo.trainer.monitor_args import MonitorArguments
 from fused_grpo.trainer.rollout_args import RolloutArguments
+from fused_grpo.trainer.secrecy import without_secrets
 
 # what the trainer sets itself, or what would hide where a completion ends
 RESERVED_GENERATION_KWARGS = frozenset(
@@ -239,6 +241,28 @@ class GRPOConfig(
         _number("epsilon", self.epsilon, lambda x: 0 <= x < 1, "in [0, 1)")
         for weight in self.reward_weights or ():
             _number("reward_weights", weight, math.isfinite, "finite")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What run.json, checkpoints and trackers are told: without passwords and tokens."""
+        shown: dict[str, Any] = without_secrets(super().to_dict())
+        return shown
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled without them too: `training_args.bin` goes into checkpoints and to the Hub."""
+        state: dict[str, Any] = without_secrets(vars(self), None)
+        return state
+
+    def __copy__(self) -> GRPOConfig:
+        """With all it has, as copies would otherwise be made of `__getstate__`."""
+        new = object.__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GRPOConfig:
+        new = object.__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def _check_generation_kwargs(self) -> None:
         clash = RESERVED_GENERATION_KWARGS & set(self.generation_kwargs or ())

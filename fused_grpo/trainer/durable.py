@@ -19,12 +19,27 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fused_grpo.trainer import checkpoints, identity
-from fused_grpo.trainer.guards import Interrupted, RunLock, StopSignals
+from fused_grpo.trainer.confined import check_inside
+from fused_grpo.trainer.guards import Interrupted, RunLock, RunLockedError, StopSignals
 from fused_grpo.trainer.metrics import METRICS_FILE
 from fused_grpo.trainer.nonfinite import ADVICE, NonFiniteError, StepWatch, weights_in_words
 from fused_grpo.trainer.saving import SavingTrainer
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def writing_to(output_dir: str) -> Iterator[None]:
+    """Says of an OSError which option it is about."""
+    try:
+        yield
+    except RunLockedError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"output_dir={output_dir} cannot be written to ({error}): make it writable, make room, "
+            "or choose another output_dir"
+        ) from error
 
 
 class DurableTrainer(SavingTrainer):
@@ -34,6 +49,9 @@ class DurableTrainer(SavingTrainer):
     processing_class: Any
 
     def __init__(self, **kwargs: Any) -> None:
+        if kwargs["args"].should_save:  # the Trainer makes it as well, and says less
+            with writing_to(kwargs["args"].output_dir):
+                os.makedirs(kwargs["args"].output_dir, exist_ok=True)
         super().__init__(**kwargs)
         self.lock = RunLock(Path(self.args.output_dir))
         self._signals = StopSignals()
@@ -65,6 +83,7 @@ class DurableTrainer(SavingTrainer):
         with self.owned():
             with self._signals:
                 checkpoint = self._on_main(lambda: self._begin(resume_from_checkpoint))
+                self._resumed_from = {Path(checkpoint).resolve().parent} if checkpoint else set()
                 result = super().train(checkpoint, *args, **kwargs)
             self._raise_if_stopped()
         return result
@@ -72,24 +91,34 @@ class DurableTrainer(SavingTrainer):
     @contextmanager
     def owned(self) -> Iterator[None]:
         """Keeps other runs out of the output directory. RunLockedError: one is in there."""
-        self._on_main(self.lock.acquire)
+        self._on_main(self._lock_up)
         try:
             yield
         finally:
             if self.is_world_process_zero():
                 self.lock.release()
 
+    def _lock_up(self) -> None:
+        with writing_to(self.args.output_dir):
+            self.lock.acquire()
+
     def _begin(self, asked: Any) -> str | None:
         """The checkpoint to resume from; leaves the directory as that checkpoint knows it."""
         run_dir = Path(self.args.output_dir)
-        checkpoints.recover(run_dir)
+        with writing_to(str(run_dir)):
+            checkpoints.recover(run_dir)
         found = identity.find(run_dir, asked, self._about)
-        checkpoints.write_json(run_dir / identity.RUN_FILE, identity.run_record(self._about))
+        with writing_to(str(run_dir)):
+            checkpoints.write_json(run_dir / identity.RUN_FILE, identity.run_record(self._about))
         if found is None:
             return None
         logger.warning("resuming from %s", found)
-        if (found / METRICS_FILE).exists():
-            shutil.copy(found / METRICS_FILE, run_dir / METRICS_FILE)
+        check_inside(run_dir / METRICS_FILE)
+        try:
+            if (found / METRICS_FILE).exists():
+                shutil.copy(found / METRICS_FILE, run_dir / METRICS_FILE)
+        except OSError as error:  # a log is no reason not to train
+            logger.warning("%s keeps what it has: %s", run_dir / METRICS_FILE, error)
         return str(found)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -82,8 +82,9 @@ class ExtraPrompts:
             start = (generation % (size // prompts) + 1) * prompts
             return [(start + i) % size for i in range(size)]
         # another stream than that of the epochs, see GroupSampler
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * generation + (1 << 40))
-        return torch.randperm(size, generator=generator).tolist()
+        stream = self.seed + 1_000_003 * generation + (1 << 40)
+        generator = torch.Generator("cpu").manual_seed(stream)
+        return torch.randperm(size, generator=generator, device="cpu").tolist()
 
     def beside(self, used: set[str], generation: int) -> Iterator[Row]:
         """Rows in that order; no prompt twice, and none of `used`."""

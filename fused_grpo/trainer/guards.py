@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fused_grpo.trainer.confined import check_inside
+
 try:
     import fcntl
 except ImportError:  # not on Windows, where directories are not locked
@@ -48,6 +50,7 @@ class RunLock:
 
     Raises:
         RunLockedError: another process holds it.
+        OutsideError: `run.lock` is a link out of the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,6 +77,7 @@ class RunLock:
 
     def _acquire(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_inside(self.path)
         file = self.path.open("a+")
         try:
             if fcntl is not None:

@@ -15,6 +15,8 @@ from torch import nn
 
 from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer import checkpoints, setup
+from fused_grpo.trainer.rows import Rows
+from fused_grpo.trainer.secrecy import command_without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
 
 def run_record(about: dict[str, Any]) -> dict[str, Any]:
     """What `run.json` holds."""
-    return {**about, "command": sys.argv}
+    return {**about, "command": command_without_secrets(sys.argv)}
 
 
 def _is_silent(name: str, part: str) -> bool:
@@ -133,10 +135,10 @@ def _dataset_in_words(dataset: Any) -> str | None:
     """Its length and a digest of up to 64 prompts from all over it."""
     if dataset is None:
         return None
-    size = len(dataset)
+    rows, size = Rows("train_dataset", dataset), len(dataset)
     digest = hashlib.sha256()
     for i in range(min(size, 64)):
-        prompt = dataset[i * size // min(size, 64)]["prompt"]
+        prompt = rows[i * size // min(size, 64)]["prompt"]
         digest.update(json.dumps(prompt, sort_keys=True, default=str).encode())
     return f"{size} prompts, {digest.hexdigest()[:16]}"
 
@@ -159,7 +161,8 @@ def find(run_dir: Path, asked: Any, about: dict[str, Any]) -> Path | None:
     if asked is True:
         found = _last(run_dir)
     elif asked:
-        found = _named(Path(asked))
+        given = Path(asked)
+        found = _named(given.resolve() if given.is_symlink() else given)
     else:
         found = None
         if checkpoints.complete(run_dir):
@@ -197,10 +200,21 @@ def _named(folder: Path) -> Path:
     return folder
 
 
+def _check_state(path: Path) -> None:
+    """BrokenCheckpointError unless it is what the Trainer goes on from; its step names folders."""
+    try:
+        step = json.loads(path.read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise checkpoints.BrokenCheckpointError(f"{path} is damaged: {error}") from error
+    if type(step) is not int or step < 0:
+        raise checkpoints.BrokenCheckpointError(f"{path} is damaged: its step is {step!r}")
+
+
 def _check(folder: Path, about: dict[str, Any]) -> None:
     manifest = checkpoints.read_manifest(folder)
     if not manifest["resumable"]:
         raise ValueError(f"{folder} holds the model only: it was saved with save_only_model")
+    _check_state(folder / "trainer_state.json")
     refused, changed = differences(manifest["run"], about)
     if refused:
         raise ValueError(

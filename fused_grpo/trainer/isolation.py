@@ -100,7 +100,9 @@ class Isolated:
     def __call__(self, **batch: Sequence[Any]) -> list[float | None]:
         """As a reward function: lists of prompts, completions, ids and columns of equal length."""
         singular = {"prompts": "prompt", "completions": "completion"}
-        columns = {singular.get(name, name): column for name, column in batch.items()}
+        columns = dict(batch)
+        # last: a column of the data set may be called "completion", and is not what was sampled
+        columns |= {one: columns.pop(many) for many, one in singular.items() if many in batch}
         wanted = columns.keys() if self._names is None else self._names & columns.keys()
         size = len(batch["completions"])
         return self.run([{name: columns[name][row] for name in wanted} for row in range(size)])

@@ -92,7 +92,7 @@ def _row(line: bytes, options: TaskOptions) -> dict[str, Any]:
         given = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"a row must be a JSON object, not {type(given).__name__}")

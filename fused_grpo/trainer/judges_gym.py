@@ -8,6 +8,8 @@ from typing import Any
 
 import reasoning_gym
 
+from fused_grpo.trainer.judges_guard import guard
+
 
 def environment_score(
     environment: str, options: str, completion: str, entry: dict[str, Any]
@@ -17,6 +19,7 @@ def environment_score(
     0 for one that it cannot read: some raise where others give 0.
     """
     judge = _judge(environment, options)
+    guard()
     try:
         return float(judge.score_answer(completion, entry))
     except Exception:

@@ -6,6 +6,8 @@ from typing import Any
 
 import math_verify
 
+from fused_grpo.trainer.judges_guard import guard
+
 
 def mathematics(completion: str, answer: Any) -> float:
     """1 where math-verify finds the two mathematically equal.
@@ -13,6 +15,7 @@ def mathematics(completion: str, answer: Any) -> float:
     Raises:
         ValueError: the answer is no mathematics.
     """
+    guard()
     gold = str(answer)
     gold = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
     # no limits of its own, which need signals: whoever runs this sets one

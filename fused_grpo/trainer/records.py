@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fused_grpo.trainer.confined import check_inside
+
 logger = logging.getLogger(__name__)
 Entry = dict[str, Any]
 # half of a surrogate pair becomes its JSON escape
@@ -27,7 +29,7 @@ def read_lines(path: Path) -> Iterator[Entry]:
         for line in file:
             try:
                 entry = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(entry, dict):
                 yield entry
@@ -45,6 +47,7 @@ class JsonLines:
         text = "".join(_encoded(entry) for entry in entries)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            check_inside(self.path)
             if self._failed or _cut_short(self.path):
                 text = "\n" + text
             with self.path.open("a", **TEXT) as file:
@@ -61,6 +64,7 @@ class JsonLines:
             return
         temporary = self.path.with_name(self.path.name + ".part")
         try:
+            check_inside(temporary)
             with temporary.open("w", **TEXT) as file:
                 file.writelines(_encoded(e) for e in read_lines(self.path) if wanted(e))
             os.replace(temporary, self.path)

@@ -54,20 +54,35 @@ def call_all(
     return [_named_timeout(result, timeout) for result in results]
 
 
-def call_once(func: Callable[..., Any], batch: dict[str, list[Any]]) -> Any:
+def call_once(func: Callable[..., Any], batch: dict[str, list[Any]], timeout: float | None) -> Any:
     """What a function, or coroutine, returns of `batch`."""
-    return _submit(func, batch, None).result() if is_async(func) else func(**batch)
+    if is_async(func):
+        return _wait(_submit(func, batch, timeout), time.monotonic(), timeout)
+    return _call(func, batch, timeout)
 
 
 def _outcome(call: Callable[..., Any], *args: Any) -> Any:
+    """What a call returns or raises; `exit()` in a verifier is its failure, not the run's end."""
     try:
         return call(*args)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return error
+
+
+def _fresh(value: Any) -> Any:
+    """Lists and dicts anew, all else as it is: a function may change what it is given."""
+    if type(value) is list:
+        return [_fresh(item) for item in value]
+    if type(value) is dict:
+        return {key: _fresh(item) for key, item in value.items()}
+    return value
 
 
 def _call(func: Callable[..., Any], batch: dict[str, list[Any]], timeout: float | None) -> Any:
     # in a thread only where it must be: signals, which some verifiers use, work in the main one
+    batch = _fresh(batch)
     if timeout is None or hasattr(func, "failures"):  # an isolated verifier has its own timeout
         return func(**batch)
     future: Future[Any] = Future()
@@ -90,24 +105,32 @@ def _submit(
         _loop = asyncio.new_event_loop()
         threading.Thread(target=_loop.run_forever, name="rewards", daemon=True).start()
 
-    async def bounded() -> Any:
-        call: Coroutine[Any, Any, Any] = func(**batch)
-        return await asyncio.wait_for(call, timeout)
+    async def told() -> tuple[Any, BaseException | None]:
+        # one of these that left a task would end the loop, and all that wait for it would hang
+        try:
+            call: Coroutine[Any, Any, Any] = func(**_fresh(batch))
+            return await call, None
+        except (SystemExit, KeyboardInterrupt) as error:
+            return None, error
+
+    async def bounded() -> tuple[Any, BaseException | None]:
+        return await asyncio.wait_for(told(), timeout)
 
     return asyncio.run_coroutine_threadsafe(bounded(), _loop)
 
 
 def _wait(future: Future[Any], start: float, timeout: float | None) -> Any:
     global _loop
-    if timeout is None:
-        return future.result()
-    left = start + timeout + GRACE - time.monotonic()
+    left = None if timeout is None else max(start + timeout + GRACE - time.monotonic(), 0.0)
     try:
-        return future.result(max(left, 0.0))
+        result, error = future.result(left)
     except FutureTimeout:
         if not future.done():  # it holds the loop, which is lost for the others as well
             _loop = None
         raise
+    if error is not None:
+        raise error
+    return result
 
 
 def _named_timeout(result: Any, timeout: float | None) -> Any:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 # a function or a coroutine function
 RewardFunc = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+
+
+LARGEST = torch.finfo(torch.float32).max
+TEXTS = (str, bytes, bytearray)  # sequences, or numbers to `float`, and never rewards
 
 
 class RewardError(RuntimeError):
@@ -66,11 +71,11 @@ def compute_rewards(
     counts: dict[str, int] = {} if failed is None else failed
     for i, (func, values) in enumerate(zip(funcs, call_all(funcs, batch, timeout), strict=True)):
         name = reward_name(func)
-        if not isinstance(values, Exception):
+        if not isinstance(values, BaseException):
             rewards[:, i] = _checked(values, func, batch)
             lost = sum(getattr(func, "failures", {}).values())  # of an isolated verifier
         elif errors == "raise":
-            raise RewardError(_why(func, values, batch)) from values
+            raise RewardError(_why(func, values, batch, timeout)) from values
         else:
             lost = len(prompts)
             logger.warning("reward function %r: %s: %s", name, type(values).__name__, values)
@@ -112,9 +117,9 @@ def score(
 
 def _checked(values: Any, func: RewardFunc, batch: dict[str, list[Any]]) -> Tensor:
     name, expected = reward_name(func), len(batch["prompts"])
-    if isinstance(values, Tensor):
+    if isinstance(values, (Tensor, np.ndarray)):
         values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
+    if not isinstance(values, Sequence) or isinstance(values, TEXTS):
         raise RewardError(
             f"reward function {name!r} returned {type(values).__name__}, not a list of {expected} "
             f"numbers; {_where(batch, 0)}"
@@ -127,17 +132,20 @@ def _checked(values: Any, func: RewardFunc, batch: dict[str, list[Any]]) -> Tens
     out = torch.full((expected,), math.nan)
     for row, value in enumerate(values):
         try:
-            out[row] = math.nan if value is None else float(value)
-        except (TypeError, ValueError) as error:
+            if isinstance(value, TEXTS):  # "0.5" may be an answer that was never scored
+                raise TypeError("a text")
+            number = math.nan if value is None else float(value)
+        except Exception as error:  # of whatever the value's own __float__ does
             raise RewardError(
                 f"reward function {name!r} returned {value!r}, not a number or None; "
                 + _where(batch, row)
             ) from error
-        if math.isinf(out[row]):
+        if abs(number) > LARGEST:
             raise RewardError(
                 f"reward function {name!r} returned {value!r}: rewards must be finite; "
                 + _where(batch, row)
             )
+        out[row] = number
     return out
 
 
@@ -149,22 +157,26 @@ def soft_overlong(lengths: Tensor, longest: int, buffer: int, factor: float = 1.
     return factor * ((longest - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-def _why(func: RewardFunc, error: Exception, batch: dict[str, list[Any]]) -> str:
+def _why(
+    func: RewardFunc, error: BaseException, batch: dict[str, list[Any]], timeout: float | None
+) -> str:
     # one that takes too long is not tried again, row by row
-    row = 0 if isinstance(error, RewardTimeoutError) else _failing_row(func, batch)
+    row = 0 if isinstance(error, RewardTimeoutError) else _failing_row(func, batch, timeout)
     return (
         f"reward function {reward_name(func)!r} raised {type(error).__name__}: {error}; "
         + _where(batch, row)
     )
 
 
-def _failing_row(func: RewardFunc, batch: dict[str, list[Any]]) -> int:
+def _failing_row(func: RewardFunc, batch: dict[str, list[Any]], timeout: float | None) -> int:
     """The first row on which `func` fails alone; 0 if it only fails on the whole."""
     # the run is over in any case, and a message with the wrong prompt helps nobody
     for row in range(len(batch["prompts"])):
         try:
-            call_once(func, {name: [column[row]] for name, column in batch.items()})
-        except Exception:
+            call_once(func, {name: [column[row]] for name, column in batch.items()}, timeout)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             return row
     return 0
 

@@ -53,8 +53,27 @@ __all__ = [
 ]
 
 
-def check_sample(sample: Sample, args: GRPOConfig) -> None:
-    """ValueError where a rollout leaves out what the options are about."""
+def check_sample(sample: Sample, args: GRPOConfig, model: nn.Module) -> None:
+    """ValueError where a rollout leaves out what the options are about.
+
+    RolloutError: it has token ids that the model does not have, or another number of them.
+    """
+    config = getattr(causal_lm(model), "config", None)
+    vocab = getattr(config and config.get_text_config(), "vocab_size", None)
+    ids = sample.completion_ids[sample.completion_mask]
+    if vocab is not None and ids.numel():
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab:
+            raise RolloutError(
+                f"the rollout sampled token id {low if low < 0 else high}, and the model has ids "
+                f"from 0 to {vocab - 1}: does the sampler run the same model and tokenizer?"
+            )
+    logps = sample.sampling_logps
+    if logps is not None and logps.shape != sample.completion_ids.shape:
+        raise RolloutError(
+            f"the rollout reports log-probabilities of shape {list(logps.shape)} for token ids of "
+            f"shape {list(sample.completion_ids.shape)}"
+        )
     for wanted, value, what in (
         (args.reads_sampler, sample.sampling_logps, "log-probabilities, which a correction reads"),
         (args.router_replay == "R3", sample.routed_experts, "experts, which router_replay reads"),

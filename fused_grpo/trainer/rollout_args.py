@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fused_grpo.trainer.loss_args import arg
+from fused_grpo.trainer.secrecy import check_url
 
 ROLLOUTS = ("generate", "continuous_batching", "vllm", "vllm_server", "sglang_server")
 SERVERS = ("vllm_server", "sglang_server")
@@ -100,6 +101,9 @@ class RolloutArguments:
                 raise TypeError(f"{name} must be a number, not {type(value).__name__}")
             if value <= 0 and not (name == "server_retries" and value == 0):
                 raise ValueError(f"{name}={value} must be > 0")
+        for name in ("vllm_server_base_url", "sglang_server_base_url"):
+            if getattr(self, name) is not None:
+                check_url(name, getattr(self, name))
         self._check_sync()
         self._check_replay()
 

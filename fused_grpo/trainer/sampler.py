@@ -58,10 +58,10 @@ class GroupSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.seed is None:
-            order = torch.arange(self.num_prompts)
+            order = torch.arange(self.num_prompts, device="cpu")
         else:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch())
-            order = torch.randperm(self.num_prompts, generator=generator)
+            generator = torch.Generator("cpu").manual_seed(self.seed + 1_000_003 * self.epoch())
+            order = torch.randperm(self.num_prompts, generator=generator, device="cpu")
         for start in range(
             0, len(self) // self.repeats * self.prompts_per_batch, self.prompts_per_batch
         ):

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 from fused_grpo.trainer import checkpoints
+from fused_grpo.trainer.loading import check_adapter, check_shards, plain
 from fused_grpo.trainer.metrics import METRICS_FILE
 from fused_grpo.trainer.nonfinite import StepWatch
 from fused_grpo.trainer.state import load_state, save_state
@@ -27,8 +29,6 @@ T = TypeVar("T")
 
 SHARED_STATE = "run_state.safetensors"
 PROCESS_STATE = "process_state_{}.safetensors"
-# how torch's and tokenizers' writers, which raise neither OSError nor SafetensorError, put it
-WRITE_ERRORS = ("PytorchStreamWriter", "inline_container", "os error", "No space left", "too large")
 
 
 class SaveError(OSError):
@@ -44,6 +44,7 @@ class SavingTrainer(Trainer):
         super().__init__(**kwargs)
         self.watch = StepWatch()
         self._failed_saves = 0
+        self._resumed_from: set[Path] = set()  # the folder of the checkpoint, if there is one
         self._saving: Path | None = None  # where the Trainer is writing a checkpoint now
         self._about: dict[str, Any] = {}
 
@@ -94,13 +95,14 @@ class SavingTrainer(Trainer):
         run_dir = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         best = self.state.best_model_checkpoint
-        if self.args.should_save:
-            checkpoints.draft_root(run_dir)
+        failed = self._tried(lambda: self._begin_draft(run_dir))
         self.accelerator.wait_for_everyone()
         draft = run_dir / checkpoints.SAVING / name
-        failed = self._tried(lambda: self._write(model, trial, run_dir, draft))
+        finite = self._is_finite(model)
         if failed is None:
-            failed = self._tried(lambda: self._publish(draft, run_dir))
+            failed = self._tried(lambda: self._write(model, trial, run_dir, draft))
+        if failed is None:
+            failed = self._tried(lambda: self._publish(draft, run_dir, finite))
         if failed is not None:
             self.state.best_model_checkpoint = best
             self._save_failed(run_dir, name, failed)
@@ -108,6 +110,28 @@ class SavingTrainer(Trainer):
         self._failed_saves = 0
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
+
+    def _begin_draft(self, run_dir: Path) -> None:
+        if self.args.should_save:
+            checkpoints.draft_root(run_dir)
+
+    def _is_finite(self, model: nn.Module) -> bool:
+        """Whether what training moves is, on all processes: else it is nothing to go on from."""
+        optimizer: Any = self.optimizer
+        moments = [t for state in getattr(optimizer, "state", {}).values() for t in state.values()]
+        moved = [p.detach() for p in model.parameters() if p.requires_grad]
+        moved += [t for t in moments if isinstance(t, Tensor) and t.is_floating_point()]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in moved]
+        bad = torch.tensor([float(not all(bool(t.isfinite().all()) for t in local))])
+        if self.args.world_size > 1:
+            bad = self.accelerator.gather(bad.to(self.args.device))
+        if bad.any() and self.is_world_process_zero():
+            logger.warning(
+                "step %d: weights or the optimizer's moments are not finite; what is saved now is "
+                "kept apart, and a resumed run goes on from before",
+                self.state.global_step,
+            )
+        return not bool(bad.any())
 
     def _write(self, model: nn.Module, trial: Any, run_dir: Path, draft: Path) -> None:
         """All files of a checkpoint, those of this process, into `draft`."""
@@ -128,15 +152,16 @@ class SavingTrainer(Trainer):
         state.save_to_json(str(draft / "trainer_state.json"))
         if not self.args.save_only_model:
             save_state(draft / SHARED_STATE, shared)
-        if (run_dir / METRICS_FILE).exists():
+        if (run_dir / METRICS_FILE).is_file():
             shutil.copy(run_dir / METRICS_FILE, draft / METRICS_FILE)
 
-    def _publish(self, draft: Path, run_dir: Path) -> None:
+    def _publish(self, draft: Path, run_dir: Path, finite: bool) -> None:
         if not self.args.should_save:
             return
         about = {
             "step": self.state.global_step,
             "resumable": not self.args.save_only_model,
+            "finite": finite,
             "run": self._about,
         }
         final = checkpoints.publish(draft, run_dir, about)
@@ -150,13 +175,11 @@ class SavingTrainer(Trainer):
         try:
             func()
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-            known = isinstance(error, (OSError, SafetensorError))
-            if not known and not any(part in words for part in WRITE_ERRORS):
+            if not checkpoints.is_write_error(error):
                 raise
             if self.is_fsdp_enabled:  # the others wait for this one in the middle of a shard
                 raise
-            problem = words
+            problem = f"{type(error).__name__}: {error}"
         if self.args.world_size > 1:
             problem = next((p for p in gather_object([problem]) if p is not None), None)
         return problem
@@ -166,7 +189,8 @@ class SavingTrainer(Trainer):
         if self.args.should_save:
             shutil.rmtree(run_dir / checkpoints.SAVING, ignore_errors=True)
         good = checkpoints.latest(run_dir)
-        free = shutil.disk_usage(run_dir).free / 2**20
+        there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(there).free / 2**20
         words = (
             f"{name} could not be saved ({problem}; {free:,.0f} MiB are free in {run_dir}). The "
             f"last good checkpoint is {good.name if good else 'none'}"
@@ -187,18 +211,59 @@ class SavingTrainer(Trainer):
 
     # ---- loading --------------------------------------------------------------------------------
 
+    def _load_callback_state(self) -> None:
+        """Called when `self.state` has come from the checkpoint's JSON, which may say anything."""
+        self.state.best_model_checkpoint = self._best_of(self.state.best_model_checkpoint)
+        exporting = {
+            type(part).__name__
+            for part in (*self.callback_handler.callbacks, self.control)
+            if isinstance(part, ExportableState)
+        }
+        state: Any = self.state  # a dict of what callbacks exported, at this point
+        stored = state.stateful_callbacks or {}
+        state.stateful_callbacks = {k: v for k, v in stored.items() if k in exporting}
+        super()._load_callback_state()
+
+    def _best_of(self, said: str | None) -> str | None:
+        """A checkpoint of this run, or of the one it goes on from; its weights may be loaded."""
+        if said is None:
+            return None
+        name = Path(said).name
+        for folder in (Path(self.args.output_dir), *self._resumed_from):
+            near = folder / name
+            if checkpoints.is_name(name) and near.is_dir() and not near.is_symlink():
+                return str(near)
+        logger.warning(
+            "the best checkpoint, %s, is not of this run: it is left out of account", said
+        )
+        return None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_adapter(resume_from_checkpoint)
+        check_shards(Path(resume_from_checkpoint))
+        with plain(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with plain(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer: Any = self.optimizer
         fresh = [_options(group) for group in optimizer.param_groups] if checkpoint else []
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with plain(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         _apply_options(self.optimizer, self.lr_scheduler, fresh)
         path = Path(checkpoint) / SHARED_STATE
-        self.load_shared_state(load_state(path, self.args.device))
+        with plain(checkpoint):
+            state = load_state(path, self.args.device)
+        self.load_shared_state(state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
+        with plain(checkpoint):
+            super()._load_rng_state(checkpoint)
         if checkpoint is None:
             return
         saved = checkpoints.read_manifest(Path(checkpoint))["run"]
@@ -206,7 +271,8 @@ class SavingTrainer(Trainer):
         if not path.exists():
             logger.warning("%s has nothing of process %d", checkpoint, self.args.process_index)
             return
-        state = load_state(path, self.args.device)
+        with plain(checkpoint):
+            state = load_state(path, self.args.device)
         loop = state["loop"]
         self._tr_loss += loop["loss"]
         self._globalstep_last_logged = loop["last_logged"]

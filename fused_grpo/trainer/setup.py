@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from fused_grpo.integrations.models import causal_lm
+from fused_grpo.trainer import loading
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rewards import RewardFunc
 
@@ -20,7 +20,7 @@ def load_model(model: str | nn.Module, args: GRPOConfig, peft_config: Any) -> nn
     """The model by name or as given, with `peft_config`'s adapter around it if there is one."""
     options: Any = args.model_init_kwargs or {}
     if isinstance(model, str):
-        model = AutoModelForCausalLM.from_pretrained(model, **options)
+        model = loading.load_model(model, **options)
     elif options:
         raise ValueError("model_init_kwargs apply to a model given by name, not to a model object")
     if not isinstance(model, nn.Module):

@@ -16,13 +16,12 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from fused_grpo.advantages import weighted_sum
 from fused_grpo.integrations.models import add_head_forward, verify_head
 from fused_grpo.integrations.routing import check_routing, replaying
 from fused_grpo.loss import GRPOLossOutput
-from fused_grpo.trainer import identity, setup
+from fused_grpo.trainer import identity, loading, setup
 from fused_grpo.trainer.batches import MicroBatch, loss_of, states_of
 from fused_grpo.trainer.collect import Collector, Generation
 from fused_grpo.trainer.config import GRPOConfig
@@ -41,6 +40,7 @@ from fused_grpo.trainer.policy import Policy, SyncReference
 from fused_grpo.trainer.rewards import RewardFunc, reward_name
 from fused_grpo.trainer.rollout import Rollout
 from fused_grpo.trainer.rollouts import make_rollout
+from fused_grpo.trainer.rows import Rows
 from fused_grpo.trainer.sampler import GroupSampler
 from fused_grpo.trainer.sharding import (
     check_distribution,
@@ -109,7 +109,10 @@ class GRPOTrainer(DurableTrainer):
         set_seed(args.seed)  # a new adapter is random
         model = setup.load_model(model, args, peft_config)
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(setup.model_name(model))
+            options: Any = args.model_init_kwargs or {}
+            trusted = bool(options.get("trust_remote_code"))
+            name = setup.model_name(model)
+            processing_class = loading.load_tokenizer(name, trust_remote_code=trusted)
         add_head_forward(model)
         if has_weights():
             verify_head(model)
@@ -184,7 +187,8 @@ class GRPOTrainer(DurableTrainer):
             raise ValueError("training needs train_dataset")
         args = self.args
         seed = args.seed if args.data_seed is None else args.data_seed
-        self.collector.dataset = self.train_dataset
+        rows = Rows("train_dataset", self.train_dataset)
+        self.collector.dataset = rows
         batches = GroupSampler(
             len(self.train_dataset),
             num_generations=args.num_generations,
@@ -196,7 +200,7 @@ class GRPOTrainer(DurableTrainer):
             world_size=args.world_size,
         )
         # not prepared by accelerate: the sampler has split the groups over the processes already
-        return DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=list)
+        return DataLoader(rows, batch_sampler=batches, collate_fn=list)  # type: ignore[arg-type]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Rows for each micro-batch; sampling waits for `training_step`, when a resumed run has
@@ -323,7 +327,7 @@ class GRPOTrainer(DurableTrainer):
             parts = [self.evaluate(d, None, f"{metric_key_prefix}_{n}") for n, d in dataset.items()]
             return {name: value for part in parts for name, value in part.items()}
         start = time.perf_counter()
-        rewards, lengths, ended = greedy_rewards(self, dataset)
+        rewards, lengths, ended = greedy_rewards(self, Rows("eval_dataset", dataset))
         self.eval_rewards = rewards  # of each prompt; see `greedy_rewards`
         total = weighted_sum(rewards, self.args.reward_weights)
         metrics = {

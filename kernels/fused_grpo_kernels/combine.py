@@ -62,7 +62,8 @@ def combine_kernel(
             moment += tl.sum(w * (a + s * tl.maximum(d, -1e4)), 0)
 
     log_total = tl.log(total)
-    d = log_total + (peak - tl.load(z_target + rows, mask=rows < n, other=0.0))
+    z = tl.load(z_target + rows, mask=rows < n, other=0.0)
+    d = tl.where(z == float("inf"), float("nan"), log_total + (peak - z))
     # the others' share of the whole is exp(-gap)
     gap = tl.where(total == 0.0, 0.0, log_total + softplus(-d))
     logp = -softplus(d)

@@ -51,6 +51,7 @@ COLUMNS = (
 )
 WIDTH: tl.constexpr = tl.constexpr(16)  # of a row of partial sums, padded to a power of two
 _SUMS: tl.constexpr = tl.constexpr(11)  # columns below are sums
+_LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # of fp32
 _MINIMA: tl.constexpr = tl.constexpr(13)  # columns from _SUMS to here are minima, then maxima
 
 
@@ -157,7 +158,8 @@ def importance_sampling(logp, old, ratio, d, a, _0, _1, _2, _3):
 @triton.jit
 def masked_importance_sampling(logp, old, ratio, d, a, low, high, _2, _3):
     keep = ((ratio <= low) | (ratio >= high)) == 0
-    value, weight = _where(keep, -ratio * a * logp, -ratio * a)
+    weight = -tl.where(keep, ratio, 0.0) * a
+    value, weight = _where(keep, weight * logp, weight)
     below, above = _outside(ratio, a, low, high)
     return value, tl.zeros_like(a), weight, below, above
 
@@ -270,6 +272,7 @@ def policy_kernel(
         r = _clamp(d, -limit, limit)
     ratio = tl.exp(r)
     a = tl.load(advantages + t, mask=live, other=0.0)
+    ratio = tl.where((a == 0) & (ratio > _LARGEST), _LARGEST, ratio)  # times 0 it would be NaN
     value, slope, by_logp, below, above = SURROGATE(logp, before, ratio, d, a, p0, p1, p2, p3)
     if importance is not None:
         share = tl.load(importance + t, mask=live, other=0.0)
@@ -277,7 +280,8 @@ def policy_kernel(
         slope *= share
         by_logp *= share
 
-    through = slope * ratio  # dloss_t / dlog-ratio, and dloss_t / dlogp_t past the ratio
+    # dloss_t / dlog-ratio, and dloss_t / dlogp_t past the ratio
+    through = tl.where((slope == 0) & (ratio > _LARGEST), 0.0, slope * ratio)
     direct = tl.zeros([BLOCK], tl.float32)
     kl = tl.zeros([BLOCK], tl.float32)
     clamped = live & (live == 0)

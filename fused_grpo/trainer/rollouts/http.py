@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fused_grpo.trainer.sample import RolloutError
+from fused_grpo.trainer.secrecy import check_url, printable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,6 +23,7 @@ R = TypeVar("R")
 LOST = (urllib.error.URLError, http.client.HTTPException, OSError, ValueError)
 BUSY = (408, 425, 429)
 EXCERPT = 500  # characters of an answer in an error
+PART = 1 << 20  # bytes that are read at a time
 
 
 class RefusedError(RolloutError):
@@ -40,10 +43,12 @@ class Http:
     """Requests to one server, sent again where that may help.
 
     Attributes:
-        base_url: without a slash at the end.
+        base_url: of http or https, without a slash at the end. Servers that send elsewhere are not
+            followed.
         timeout: seconds that the server may stay silent in one request.
         retries: how often a request is sent again after the first time.
         concurrency: requests at the same time.
+        max_bytes: of one answer; experts of every token make the longest ones.
         wait: seconds before the second time, doubled each time up to `longest_wait`.
     """
 
@@ -51,8 +56,12 @@ class Http:
     timeout: float = 600.0
     retries: int = 4
     concurrency: int = 64
+    max_bytes: int = 1 << 30
     wait: float = 0.5
     longest_wait: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_url("base_url", self.base_url)
 
     def post(self, path: str, body: Any = None) -> Any:
         """What a POST is answered with: JSON, text where it is not, None where it is empty.
@@ -124,11 +133,39 @@ class Http:
             method=method,
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            text = answer.read().decode()
+        with _opener().open(request, timeout=self.timeout) as answer:
+            text = self._read(answer).decode()
             if "json" not in answer.headers.get("Content-Type", ""):
                 return text or None
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except RecursionError as error:
+            raise ValueError("JSON of absurd depth") from error
+
+    def _read(self, answer: Any) -> bytes:
+        data = bytearray()
+        while part := answer.read(PART):
+            data += part
+            if len(data) > self.max_bytes:
+                raise RolloutError(
+                    f"{self.base_url} answered with more than {self.max_bytes:,} bytes"
+                )
+        if answer.length:  # what is missing of the announced length: in parts, nobody complains
+            raise http.client.IncompleteRead(bytes(data), answer.length)
+        return bytes(data)
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    """HTTP, through proxies of the environment: no files, no FTP, and no way to another server."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        *(urllib.request.ProxyHandler, urllib.request.UnknownHandler),
+        *(urllib.request.HTTPHandler, urllib.request.HTTPSHandler),
+        *(urllib.request.HTTPDefaultErrorHandler, urllib.request.HTTPErrorProcessor),
+    ):
+        opener.add_handler(handler())
+    return opener
 
 
 def _passes(status: int) -> bool:
@@ -145,7 +182,7 @@ def _retry_after(error: Exception) -> float:
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         text = error.read(EXCERPT).decode(errors="replace")
-        return f"status {error.code} {error.reason}: {text}"
+        return printable(f"status {error.code} {error.reason}: {text}")
     inner = error.reason if isinstance(error, urllib.error.URLError) else error
     name = type(inner).__name__ if isinstance(inner, Exception) else "URLError"
     return f"{name}: {inner}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -11,6 +12,7 @@ from torch import nn
 
 from fused_grpo.integrations.models import is_sharded
 from fused_grpo.trainer import setup
+from fused_grpo.trainer.checkpoints import is_write_error
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rollout import Sampler, TokenRollout
 from fused_grpo.trainer.rollouts.http import Http, RefusedError
@@ -92,7 +94,8 @@ class ServerRollout(TokenRollout):
             self._check_temperature(prompts[0])
 
         def one(prompt: list[int]) -> list[Completion]:
-            found = self.ask(prompt, copies, greedy, wants_logps)
+            with self._reading():
+                found = self.ask(prompt, copies, greedy, wants_logps)
             if len(found) != copies:
                 raise self.unusable(f"{len(found)} completions in place of {copies}")
             return found
@@ -143,17 +146,28 @@ class ServerRollout(TokenRollout):
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RolloutError(f"{self.http.base_url}{path} failed: {answer.get('message')}")
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """An answer of another form than the expected one may fail wherever it is looked at."""
+        try:
+            yield
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise self.unusable(
+                f"something that cannot be read ({type(error).__name__}: {error})"
+            ) from error
+
     def unusable(self, what: str) -> RolloutError:
         return RolloutError(f"{self.http.base_url} answered with {what}")
 
     def _check_temperature(self, prompt: list[int]) -> None:
         """The gap between two log-probabilities shrinks by the temperature, if that is in them."""
         temperature = self.args.temperature
-        plain, tempered = self.likeliest(prompt, 1.0), self.likeliest(prompt, temperature)
-        both = [t for t in plain if t in tempered]
-        first, last = max(both, key=lambda t: plain[t]), min(both, key=lambda t: plain[t])
-        expected = (plain[first] - plain[last]) / temperature
-        found = tempered[first] - tempered[last]
+        with self._reading():
+            plain, tempered = self.likeliest(prompt, 1.0), self.likeliest(prompt, temperature)
+            both = [t for t in plain if t in tempered]
+            first, last = max(both, key=lambda t: plain[t]), min(both, key=lambda t: plain[t])
+            expected = (plain[first] - plain[last]) / temperature
+            found = tempered[first] - tempered[last]
         if abs(found - expected) > abs(found - (plain[first] - plain[last])):
             raise RolloutError(
                 f"{self.http.base_url} reports log-probabilities without the temperature, and "
@@ -177,7 +191,9 @@ class ServerRollout(TokenRollout):
         if main:
             try:
                 self._hand_over(model, weights, whole)
-            except (RolloutError, OSError) as error:
+            except Exception as error:
+                if not isinstance(error, RolloutError) and not is_write_error(error):
+                    raise
                 problem = error
         self.adapter = None if whole else self.folder.name
         told = [None if problem is None else str(problem)]
