@@ -48,9 +48,7 @@ def make_call(
     raising would make a GPU wait.
     """
     vocab = weight.shape[0] if shard is None else shard.vocab
-    given = flat_temperature("temperature", temperature, shape, index, hidden.device, counted)
-    if not isinstance(temperature, Tensor):
-        check_range("temperature", temperature, hidden, weight)
+    given = flat_temperature("temperature", temperature, shape, index, hidden, weight, counted)
     target, flat = check_targets(name, target, given, vocab, check)
     kept, bad = make_support(support or {}, shape, index, vocab, check)
     if bad is not None and not (index.device.type == "cpu" if check is None else check):
@@ -108,12 +106,10 @@ def make_reference(
             "vocabulary: a divergence needs one and the same"
         )
     if ref_temperature is not None:
-        temperature = flat_temperature(
-            "ref_temperature", ref_temperature, shape, call.index, hidden.device
-        )
-        if not isinstance(ref_temperature, Tensor):
-            check_range("ref_temperature", ref_temperature, ref_hidden, ref_weight)
         name = "ref_temperature"
+        temperature = flat_temperature(
+            name, ref_temperature, shape, call.index, ref_hidden, ref_weight
+        )
         _, temperature = check_targets(name, call.target, temperature, vocab, check, of=name)
     return ReferenceCall(
         _two_or_three(ref_hidden.detach()),
@@ -132,14 +128,16 @@ def flat_temperature(
     value: float | Tensor,
     shape: torch.Size,
     index: Tensor,
-    device: torch.device,
+    hidden: Tensor,
+    weight: Tensor,
     counted: Tensor | None = None,
 ) -> float | Tensor:
     """A number as it is, or [n] of a tensor in the shape of the ids, 1 where one does not count."""
     if not isinstance(value, Tensor):
         check_number(name, value, lambda t: 0 < t < math.inf, "> 0")
+        check_range(name, value, hidden, weight)
         return value
-    check_tensor(name, value, device, floating=True)
+    check_tensor(name, value, hidden.device, floating=True)
     if value.shape != shape:
         raise ValueError(
             f"{name} has shape {list(value.shape)}: give a number, or one per token {list(shape)}"

@@ -27,7 +27,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fused_grpo.memory import slices
-from fused_grpo.tiles import GROUP, Head, LogitTiles, TileSums, add_up_groups, apart, rows_in_tile
+from fused_grpo.tiles import (
+    GROUP,
+    Head,
+    LogitTiles,
+    TileSums,
+    add_up_groups,
+    linear_cpu,
+    rows_in_tile,
+)
 
 _SHIFT = 60.0
 # Kept exponentials are raised by as much as the largest allow: their products with small weights
@@ -115,14 +123,10 @@ class _Plain:
 
     def __call__(self, v: slice, target: Tensor, groups: Tensor, out: Tensor | None) -> None:
         weight = self.logits.weight_tile(v)
-        e = torch.ops.mkldnn._linear_pointwise(
-            self.logits.x, apart(weight), self.offset[v], "sigmoid", [], ""
-        )
+        e = linear_cpu(self.logits.x, weight, self.offset[v], "sigmoid")
         e = _without_target(e, target - v.start)
         whole = e if e.shape[1] % GROUP == 0 else F.pad(e, (0, -e.shape[1] % GROUP))
-        add_up_groups(whole, v.start, groups)
-        of_tile = slice(v.start // GROUP, v.start // GROUP + whole.shape[1] // GROUP)
-        groups[:, of_tile] *= _RAISED
+        add_up_groups(whole, v.start, groups).mul_(_RAISED)
         if out is not None:
             torch.mul(e, _RAISED, out=out[:, : e.shape[1]])
 
@@ -146,17 +150,13 @@ class _Rounded:
         self.large = nowhere, nowhere, self.mass[:0]  # rows, columns and rounded values
 
     def __call__(self, v: slice, target: Tensor, groups: Tensor, out: Tensor | None) -> None:
-        e = torch.ops.mkldnn._linear_pointwise(
-            self.rows, apart(self.weight[v]), self.offset[v], "sigmoid", [], ""
-        )
+        e = linear_cpu(self.rows, self.weight[v], self.offset[v], "sigmoid")
         e = _without_target(e, target - v.start)
         width = e.shape[1]
         self.block[:, :width].copy_(e).mul_(self.undither[v])
         self.block[:, width:] = 0.0
         whole = self.block[:, : width + -width % GROUP]
-        add_up_groups(whole, v.start, groups)
-        first = v.start // GROUP
-        self.set_aside(whole, v.start, groups[:, first : first + whole.shape[1] // GROUP])
+        self.set_aside(whole, v.start, add_up_groups(whole, v.start, groups))
         if out is not None:
             out[:, :width] = self.block[:, :width]
 

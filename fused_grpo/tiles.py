@@ -102,7 +102,7 @@ class LogitTiles:
             self.x = self.x * (head.logit_scale / temperature)
             self.u = None if self.u is None else self.u * (head.logit_scale / temperature)
         on_cpu = dtype == torch.float32 and _has_onednn(self.x)
-        self._linear = _linear_cpu if on_cpu else F.linear
+        self._linear = linear_cpu if on_cpu else F.linear
 
     def __call__(self, v: slice) -> Tensor:
         """[c, v], the caller's to change."""
@@ -175,11 +175,12 @@ def tile_softmax(
     return sums, within
 
 
-def add_up_groups(q: Tensor, start: int, groups: Tensor) -> None:
-    """Writes the sums of a tile's groups of GROUP neighbours; its first column is `start`."""
+def add_up_groups(q: Tensor, start: int, groups: Tensor) -> Tensor:
+    """Writes the sums of a tile's groups of GROUP neighbours into their place in `groups`, which is
+    returned; its first column is `start`."""
     first, count = start // GROUP, q.shape[1] // GROUP
-    by_group = q.unflatten(1, (-1, GROUP))
-    torch.sum(by_group, 2, dtype=groups.dtype, out=groups[:, first : first + count])
+    of_tile = groups[:, first : first + count]
+    return torch.sum(q.unflatten(1, (-1, GROUP)), 2, dtype=groups.dtype, out=of_tile)
 
 
 def _kept_logits(logits: LogitTiles, tile: int, kept: Tensor | None) -> Callable[[slice], Tensor]:
@@ -212,16 +213,16 @@ def _has_onednn(x: Tensor) -> bool:
     return x.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
-def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    # oneDNN's fp32 product, which torch.mm does not pick for fp32: 1.1 to 1.3 times MKL's rate on
-    # AMD, and the same fp32 accumulators.
-    return torch.ops.mkldnn._linear_pointwise(x, apart(weight), None, "none", [], "")
+def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: str = "none") -> Tensor:
+    """oneDNN's product, followed by a function of each element on its way to memory.
 
-
-def apart(x: Tensor) -> Tensor:
-    """A matrix as it is, or a copy where its rows overlap in memory, which oneDNN refuses."""
-    (n, m), (down, right) = x.shape, x.stride()
-    return x if down >= m * right or right >= n * down else x.contiguous()
+    torch.mm does not pick it for fp32: 1.1 to 1.3 times MKL's rate on AMD, and the same fp32
+    accumulators. It refuses a weight whose rows overlap in memory, so that is copied.
+    """
+    (n, m), (down, right) = weight.shape, weight.stride()
+    if down < m * right and right < n * down:
+        weight = weight.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "")
 
 
 def row_blocks(z: Tensor) -> Iterator[slice]:
