@@ -21,11 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # Those that `fuzzing.examples` scales; the tests of single functions have enough in CI.
-FILES = (
-    "tests/test_properties.py",
-    "tests/test_properties_objectives.py",
-    "tests/test_properties_heads.py",
-)
+FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_properties*.py"))
 
 
 class Counting:

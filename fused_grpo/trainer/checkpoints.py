@@ -27,8 +27,6 @@ FORMAT = 1
 # what a manifest must say
 CONTENT = {"sequence": int, "step": int, "resumable": bool, "files": dict}
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
-
-
 # how the writers of torch, tokenizers and safetensors, which raise no OSError, put it
 WRITE_ERRORS = (
     *("PytorchStreamWriter", "inline_container", "os error", "No space left", "too large"),
@@ -86,9 +84,8 @@ def publish(draft: Path, run_dir: Path, about: dict[str, Any]) -> Path:
     body = {"format": FORMAT, "sequence": latest + 1, **about, "files": _describe(draft)}
     write_json(draft / MANIFEST, {**body, "sha256": _digest_json(body)})
     _sync_tree(draft)
-    if os.path.lexists(
-        final
-    ):  # the same step once more, after a resume: `recover` knows how to go on here
+    if os.path.lexists(final):
+        # the same step once more, after a resume: `recover` knows how to go on here
         os.rename(final, draft.parent / f"replaced-{final.name}")
     os.rename(draft, final)
     _sync(run_dir)

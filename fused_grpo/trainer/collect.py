@@ -25,7 +25,7 @@ from fused_grpo.trainer.dynamic import (
 from fused_grpo.trainer.metrics import MetricLog, completion_metrics, reward_metrics
 from fused_grpo.trainer.policy import Policy
 from fused_grpo.trainer.rewards import RewardFunc, reward_name, score, soft_overlong
-from fused_grpo.trainer.rollout import Rollout, RolloutError, Sample, check_sample
+from fused_grpo.trainer.rollout import Rollout, Sample, check_sample
 
 # the estimators that count a completion as often as it has tokens
 TOKEN_WEIGHTED = ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -116,21 +116,13 @@ class Collector:
         args, gather = self.args, self.accelerator.gather
         prompts, copies = grouped([row["prompt"] for row in rows])
         sample = self.sampler(self.policy.model, prompts, copies)
-        check_sample(sample, args, self.policy.model)
-        self._check_rows(sample, rows)
+        check_sample(sample, args, self.policy.model, len(rows))
         rewards = self._score(rows, sample)
         greedy = None
         if args.advantage_estimator == "remax":
             greedy = gather(self._greedy_rewards(rows, prompts, copies))
         lengths = gather(sample.completion_mask.sum(1))
         return Round(rows, sample, gather(rewards), lengths, gather(sample.ended), greedy)
-
-    def _check_rows(self, sample: Sample, rows: list[dict[str, Any]]) -> None:
-        if len(sample.completion_ids) != len(rows):
-            raise RolloutError(
-                f"the rollout made {len(sample.completion_ids)} completions where {len(rows)} "
-                "were asked for"
-            )
 
     def _share(self, values: Tensor) -> Tensor:
         """This process's part of what all have."""

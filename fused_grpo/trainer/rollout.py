@@ -53,10 +53,11 @@ __all__ = [
 ]
 
 
-def check_sample(sample: Sample, args: GRPOConfig, model: nn.Module) -> None:
+def check_sample(sample: Sample, args: GRPOConfig, model: nn.Module, rows: int) -> None:
     """ValueError where a rollout leaves out what the options are about.
 
-    RolloutError: it has token ids that the model does not have, or another number of them.
+    RolloutError: it has token ids that the model does not have, log-probabilities of another shape,
+    or not as many completions as `rows`.
     """
     config = getattr(causal_lm(model), "config", None)
     vocab = getattr(config and config.get_text_config(), "vocab_size", None)
@@ -80,6 +81,10 @@ def check_sample(sample: Sample, args: GRPOConfig, model: nn.Module) -> None:
     ):
         if wanted and value is None:
             raise ValueError(f"the rollout reports no {what}")
+    if len(sample.completion_ids) != rows:
+        raise RolloutError(
+            f"the rollout made {len(sample.completion_ids)} completions where {rows} were asked for"
+        )
 
 
 class TokenRollout:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
+def is_row(row: Any) -> bool:
+    """Whether it has a prompt: text, or messages."""
+    return isinstance(row, dict) and isinstance(row.get("prompt"), (str, list))
+
+
 class DatasetError(ValueError):
     """A row of a data set cannot be read, or is none that can be trained on."""
 
@@ -32,7 +37,7 @@ class Rows:
                 f"{place} cannot be read, {type(error).__name__}: {error}; leave the row out or "
                 "put it right"
             ) from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
+        if not is_row(row):
             raise DatasetError(f'{place} has no "prompt" (text or messages): {row!r:.200}')
         columns = frozenset(row)
         self._columns = self._columns or columns

@@ -12,6 +12,7 @@ from fused_grpo.integrations.models import causal_lm
 from fused_grpo.trainer import loading
 from fused_grpo.trainer.config import GRPOConfig
 from fused_grpo.trainer.rewards import RewardFunc
+from fused_grpo.trainer.rows import is_row
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 
@@ -89,7 +90,7 @@ def check_dataset(name: str, dataset: Any) -> None:
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty")
     row = dataset[0]
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
+    if not is_row(row):
         raise ValueError(f'{name} must hold dicts with a "prompt" (text or messages), not {row!r}')
     clash = [column for column in RESERVED_COLUMNS if column in row]
     if clash:
