@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from typing import Any
 
 import torch
 from fault_arena import GOES_ON, LEFT_OUT, SAVED, SET_ASIDE, STEPS, STOPS, Arena, Fault
+from run_holder import holder
 from trainer_runs import letters
 from transformers import modeling_utils
 
-import fused_grpo.trainer.guards
 from fused_grpo.trainer import GRPOTrainer, checkpoints, state
 
 Inject = Callable[[Arena], None]
@@ -270,30 +269,6 @@ def _lock_is_a_folder(arena: Arena) -> None:
     lock.unlink()
     lock.mkdir()
     arena.cleanup.append(lambda: lock.rmdir() if lock.is_dir() else None)
-
-
-# the module alone: without the seconds that torch takes
-HOLD = f"""
-import runpy, sys
-from pathlib import Path
-lock = runpy.run_path({fused_grpo.trainer.guards.__file__!r})["RunLock"](Path(sys.argv[1]))
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def holder(folder: Path) -> subprocess.Popen[str]:
-    """Another process that has the directory."""
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    return other
 
 
 def _second_run(resume: Any) -> Inject:

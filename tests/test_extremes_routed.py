@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from drawn_cases import evaluate
 from oracle import dtype_id
 from test_extremes_head import CASES, DENORMAL, LARGEST, rounded
 from torch import Tensor
 
-from fused_grpo import grpo_loss, linear_logprobs
+from fused_grpo import linear_logprobs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TAU = 0.25  # of vocabularies of 37 entries: a smaller one keeps them all
@@ -35,19 +36,8 @@ def with_old(name: str, dtype: torch.dtype) -> Case:
 
 def loss_of(case: Case, **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """(loss and log-probabilities, gradients)."""
-    leaves = {k: v.requires_grad_() for k, v in case.leaves().items()}
-    out = grpo_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        case.ids,
-        case.advantages,
-        bias=leaves.get("bias"),
-        **case.tensors,
-        **options,
-    )
-    out.loss.backward()
-    values = [out.loss.detach(), out.per_token_loss, out.per_token_logps]
-    return values, {k: v.grad for k, v in leaves.items()}
+    found = evaluate(case, **options)
+    return [found.loss, found.output.per_token_loss, found.output.per_token_logps], found.grads
 
 
 def logprobs_of(case: Case, **options: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -138,7 +128,8 @@ def test_a_threshold_that_keeps_everything_is_exact(
 # ---- on average
 
 
-def draws_of(name: str, call: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@functools.cache
+def measured(name: str, call: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(exact gradients, those of SEEDS seeds), fp64."""
     function, make = CALLS[call]
     case = make(name, torch.float64)
@@ -167,11 +158,6 @@ def off_by(exact: Tensor, draws: Tensor) -> float:
 
 
 TRIED = [n for n in CASES if n not in (LARGEST, "N = 0, no rows", "N = 0, no columns")]
-
-
-@functools.cache
-def measured(name: str, call: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return draws_of(name, call)
 
 
 @pytest.mark.parametrize(

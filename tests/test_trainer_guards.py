@@ -16,28 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from run_holder import GUARDS, HOLD, holder
 from trainer_runs import STEPS, assert_same, letters, trainer
 from transformers import TrainerCallback
 
-import fused_grpo.trainer.guards
 from fused_grpo.trainer import checkpoints
 from fused_grpo.trainer.guards import Interrupted, RunLock, RunLockedError, StopSignals
 
-# the module alone, which needs the standard library only: without the seconds that torch takes
-GUARDS = f"""
-import os, runpy, signal, sys, time
-from pathlib import Path
-guards = runpy.run_path({fused_grpo.trainer.guards.__file__!r})
-"""
-HOLD = (
-    GUARDS
-    + """
-lock = guards["RunLock"](Path(sys.argv[1]))
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-)
 TWO_SIGNALS = (
     GUARDS
     + """
@@ -49,19 +34,6 @@ with guards["StopSignals"]():
     print("too late", flush=True)
 """
 )
-
-
-def holder(folder: Path) -> subprocess.Popen[str]:
-    """Another process that holds the lock of a folder."""
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    return other
 
 
 def test_a_second_run_in_a_directory_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
