@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 import pickle
@@ -225,12 +226,13 @@ def test_nothing_secret_in_what_a_run_writes_or_logs(tmp_path, monkeypatch, capl
         monkeypatch.setenv(name, SECRET)
     monkeypatch.setenv("http_proxy", f"http://user:{SECRET}@127.0.0.1:9")
     monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", SECRET, f"--password={SECRET}"])
+    events = importlib.util.find_spec("tensorboard") is not None
     run = trainer(
         tmp_path,
         max_steps=1,
         hub_token=SECRET,
         log_completions=True,
-        report_to="tensorboard",
+        report_to="tensorboard" if events else "none",
         push_to_hub=False,
     )
     with caplog.at_level(logging.DEBUG):
@@ -239,7 +241,7 @@ def test_nothing_secret_in_what_a_run_writes_or_logs(tmp_path, monkeypatch, capl
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"run.json", "training_args.bin", "manifest.json", "metrics.jsonl"} <= names
-    assert any(name.startswith("events.out") for name in names)
+    assert any(name.startswith("events.out") for name in names) == events
     for path in files:
         assert SECRET.encode() not in path.read_bytes(), path
     out = capfd.readouterr()
