@@ -82,7 +82,7 @@ def head_pass(
         for span in slices(tokens.index.numel(), plan.tokens):
             chunk, values = forward_chunk(tokens, head, needs, span, work, reference)
             result.write(span, values)
-            if coefficients is not None and needs.any_grad:
+            if coefficients is not None:
                 upstream = coefficients(span, values)
                 add_gradients(chunk, upstream, head, work.tile, work.weight_tile, result)
     if result.weight_grad is not None:

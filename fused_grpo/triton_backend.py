@@ -75,7 +75,7 @@ def head_pass(
         for span in slices(n, plan.tokens):
             chunk, values = forward_chunk(tokens, needs.entropy, span, work)
             result.write(span, values)
-            if coefficients is not None and needs.any_grad:
+            if coefficients is not None:
                 add_gradients(chunk, coefficients(span, values), work, result, compact)
     if result.weight_grad is not None:
         result.weight_grad = result.weight_grad.to(head.weight.dtype)

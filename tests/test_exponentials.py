@@ -115,7 +115,9 @@ def test_applies_to_large_vocabularies_in_fp32() -> None:
     assert not exponentials.applies(hidden, plain, 1.0, True)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"logit_scale": 0.3, "bias": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.6}, {"logit_scale": 0.3, "temperature": 0.7, "bias": True}]
+)
 @pytest.mark.parametrize("spread", [0.01, 2.0, 8.0])
 @pytest.mark.parametrize("vocab", [4096, 4099, 50_257])
 def test_fp32(vocab: int, spread: float, options: dict[str, Any]) -> None:

@@ -276,6 +276,14 @@ def test_small_tau_comes_to_the_exact_gradient(head: str, entropy: bool) -> None
         assert (got[name] - want[name]).norm() < 2e-5 * want[name].norm(), name
 
 
+def test_every_seed_has_noise_of_its_own() -> None:
+    """Of one vector for all seeds the mean over seeds would stay off by its mean's error."""
+    keys = torch.arange(50)
+    a, again, b = (routed._windows(routed.Route(TAU, seed, keys), 65) for seed in (1, 1, 2))
+    assert torch.equal(a, again)
+    assert (a == b).float().mean() < 1e-3
+
+
 def test_dense_rows_are_chosen_before_anything_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flat rows at a small tau, peaked rows beside them; whatever the noise says, the same rows."""
     call = leaves(30)
