@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import verifiers
@@ -51,6 +52,19 @@ def fails(completions: list[str], **_: Any) -> list[float]:
 async def fails_later(completions: list[str], **_: Any) -> list[float]:
     await asyncio.sleep(0)
     return fails(completions)
+
+
+def test_whatever_is_a_number() -> None:
+    """In fp32, whatever torch's default is."""
+    for values in ([True, False, True], [np.True_, np.float16(0), torch.tensor(1.0)]):
+        assert rewards(lambda values=values, **_: values) == [[1.0, 0.0, 1.0]]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        third = compute_rewards([lambda **_: [1 / 3] * 3], **BATCH)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(third, torch.full((3, 1), 1 / 3, dtype=torch.float32))
 
 
 # ---- coroutines ---------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def fused_linear_grpo(
         loss, metrics = _luspo(call, options, ratio)
     else:
         loss, metrics = _plain(call, options, ratio, num_items_in_batch)
-    nothing = torch.zeros((), device=loss.device)
+    nothing = torch.zeros((), dtype=torch.float32, device=loss.device)
     logged = [metrics.get("kl", nothing)] if beta != 0 else []
     logged.append(metrics.get("clip_ratio/region_mean", nothing))
     return loss.float(), tuple(x.float() for x in logged)
@@ -143,7 +143,9 @@ def _luspo(call: _Call, options: Options, ratio: Tensor | None) -> _Results:
         call.advantages,
         completion_mask=call.mask,
         importance_sampling_ratio=ratio,
-        token_weights=torch.full((rows, width), 1 / rows, device=call.ids.device),
+        token_weights=torch.full(
+            (rows, width), 1 / rows, dtype=torch.float64, device=call.ids.device
+        ),
         **call.head,
         **call.tensors,
         **options.of_loss(),

@@ -152,7 +152,7 @@ class Collector:
     def _advantages(self, rounds: list[Round], choice: Choice, trained: Tensor) -> Tensor:
         """[B] of all processes, 0 for what is not trained on and counts in no statistic either."""
         args = self.args
-        advantages = torch.zeros(trained.shape, device=trained.device)
+        advantages = torch.zeros(trained.shape, dtype=torch.float32, device=trained.device)
         if not trained.any():
             return advantages
         chosen = torch.tensor(choice.rows(args.num_generations), device=trained.device)[trained]

@@ -205,7 +205,7 @@ def _write(
 
 def _mean(rewards: list[float]) -> float:
     """Of the rewards that there are: NaN is a completion that could not be verified."""
-    return float(torch.tensor(rewards).nanmean())
+    return float(torch.tensor(rewards, dtype=torch.float64).nanmean())
 
 
 def passed(

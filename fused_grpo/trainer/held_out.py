@@ -34,12 +34,11 @@ def greedy_rewards(trainer: Any, dataset: Any) -> tuple[Tensor, Tensor, Tensor]:
         if not batch:
             continue
         tokenizer, calls = trainer.processing_class, args.reward_calls
-        rewards = score(trainer.reward_funcs, batch, sample, tokenizer, **calls).tolist()
-        lengths = sample.completion_mask.sum(1).tolist()
-        results += zip(rewards, lengths, sample.ended.tolist(), strict=True)
+        scores = score(trainer.reward_funcs, batch, sample, tokenizer, **calls).tolist()
+        counts = sample.completion_mask.sum(1).tolist()
+        results += zip(scores, counts, sample.ended.tolist(), strict=True)
         trainer.control = trainer.callback_handler.on_prediction_step(
             args, trainer.state, trainer.control
         )
-    columns = zip(*gather_object(results), strict=True)
-    all_rewards, all_lengths, all_ended = (torch.tensor(column) for column in columns)
-    return all_rewards, all_lengths, all_ended
+    rewards, lengths, ended = zip(*gather_object(results), strict=True)
+    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(lengths), torch.tensor(ended)

@@ -98,7 +98,7 @@ def completion_metrics(lengths: Tensor, ended: Tensor) -> dict[str, Tensor]:
         "completions/clipped_ratio": 1 - ended.float().mean(),
         "completions/mean_terminated_length": terminated.mean()
         if len(terminated)
-        else torch.zeros(()),
+        else lengths.new_zeros(()),
     }
 
 

@@ -61,7 +61,7 @@ def compute_rewards(
     Raises:
         RewardError: naming the function, the prompt and the completion.
     """
-    rewards = torch.full((len(prompts), len(funcs)), math.nan)
+    rewards = torch.full((len(prompts), len(funcs)), math.nan, dtype=torch.float32)
     batch = {
         "prompts": prompts,
         "completions": completions,
@@ -129,7 +129,7 @@ def _checked(values: Any, func: RewardFunc, batch: dict[str, list[Any]]) -> Tens
             f"reward function {name!r} returned {len(values)} rewards for {expected} completions; "
             + _where(batch, 0)
         )
-    out = torch.full((expected,), math.nan)
+    out = torch.full((expected,), math.nan, dtype=torch.float32)
     for row, value in enumerate(values):
         try:
             if isinstance(value, TEXTS):  # "0.5" may be an answer that was never scored

@@ -333,7 +333,7 @@ class GRPOTrainer(DurableTrainer):
         metrics = {
             **reward_metrics(rewards, total, self.collector.reward_names, None),
             **completion_metrics(lengths, ended),
-            "runtime": torch.tensor(time.perf_counter() - start),
+            "runtime": torch.tensor(time.perf_counter() - start, dtype=torch.float32),
         }
         out = {f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()}
         with self.owned():
