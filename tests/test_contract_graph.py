@@ -25,6 +25,7 @@ from entry_points import (
     assert_same_bits,
     logprobs,
     loss,
+    policy,
     results,
     tensors,
     upstream,
@@ -41,6 +42,9 @@ from fused_grpo import policy_loss
 
 REFERENCE = "grpo_loss reference"  # ordinary autograd on full logits
 FUSED = [name for name in HEAD if name != REFERENCE]
+SEQUENCES = Entry(
+    lambda t: policy(t, loss_type="gspo", epsilon_low=0.2, epsilon_high=0.2), ("logps", "entropies")
+)
 
 
 def heads_of(entry: Entry, t: T) -> tuple[list[Tensor], list[Tensor]]:
@@ -359,10 +363,12 @@ def test_forward_mode_raises(name: str) -> None:
                 entry.call(t)
 
 
-@pytest.mark.parametrize("name", POLICY)
-def test_policy_loss_goes_through_them(name: str) -> None:
+@pytest.mark.parametrize(
+    "entry", [*POLICY.values(), SEQUENCES], ids=[*POLICY, "policy_loss of sequence ratios"]
+)
+def test_policy_loss_goes_through_them(entry: Entry) -> None:
     """grad, vjp, jvp, vmap and hessian, against autograd."""
-    entry, t = POLICY[name], tensors(torch.float64)
+    t = tensors(torch.float64)
 
     def function(logps: Tensor) -> Tensor:
         return entry.call(t | {"logps": logps})[0].sum()

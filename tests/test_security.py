@@ -11,7 +11,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("fused_grpo", "kernels", "scripts", "benchmarks", "examples")
 PICKLES = ("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
-INTERPRETERS = ("eval", "exec", "compile", "os.system", "os.popen", "pty.spawn")
+BUILTINS = ("eval", "exec", "compile")
+INTERPRETERS = (
+    *BUILTINS,
+    *("os.system", "os.popen", "pty.spawn", "subprocess.getoutput", "subprocess.getstatusoutput"),
+    *("runpy.run_path", "runpy.run_module", "code.interact", "ctypes.CDLL"),
+    *("torch.jit.load", "torch.ops.load_library", "pandas.read_pickle"),
+)
 SAFE_YAML = ("SafeLoader", "CSafeLoader", "BaseLoader")
 
 # (file, what is found there): why it is no danger
@@ -27,6 +33,7 @@ ALLOWED = {
         "the tokenizer's, where the user's own model_init_kwargs ask for the model's"
     ),
     ("fused_grpo/trainer/loading.py", "pickle.Unpickler"): "makes what a table lists, no more",
+    ("benchmarks/measure.py", "ctypes.CDLL"): "the C library, by a name in the source",
     ("fused_grpo/trainer/judges_guard.py", "eval"): "numbers and containers: its tree was checked",
     ("fused_grpo/trainer/judges_guard.py", "compile"): "of that tree",
 }
@@ -50,6 +57,13 @@ def hazards(source: str) -> Iterator[tuple[int, str]]:
             for key, value in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value in OPTIONS and not _false(value):
                     yield node.lineno, f"{key.value}"
+        elif isinstance(node, ast.Assign):  # into such a dict, or to be called by another name
+            keys = [t.slice for t in node.targets if isinstance(t, ast.Subscript)]
+            named = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if not _false(node.value):
+                yield from ((node.lineno, option) for option in OPTIONS if option in named)
+            if _dotted(node.value, names).removeprefix("builtins.") in BUILTINS:
+                yield node.lineno, _dotted(node.value, names)
 
 
 OPTIONS = ("trust_remote_code", "shell", "allow_pickle")
@@ -156,6 +170,13 @@ def test_nothing_loads_code_or_interprets_text():
         ("import yaml\nyaml.unsafe_load(f)", "yaml.unsafe_load"),
         ("AutoModel.from_pretrained(n, trust_remote_code=True)", "trust_remote_code"),
         ("options = {'trust_remote_code': True}", "trust_remote_code"),
+        ("options['trust_remote_code'] = True", "trust_remote_code"),
+        ("f = eval\nf(text)", "eval"),
+        ("import subprocess\nsubprocess.getoutput(text)", "subprocess.getoutput"),
+        ("import runpy\nrunpy.run_path(p)", "runpy.run_path"),
+        ("import ctypes\nctypes.CDLL(p)", "ctypes.CDLL"),
+        ("import torch\ntorch.jit.load(p)", "torch.jit.load"),
+        ("import pandas as pd\npd.read_pickle(p)", "pandas.read_pickle"),
         ("import tempfile\ntempfile.mktemp()", "tempfile.mktemp"),
         ("import tarfile\ntarfile.open(p).extractall(d)", "extractall"),
         ("import shutil\nshutil.unpack_archive(p)", "unpack_archive"),
@@ -178,6 +199,7 @@ def test_the_walker_sees_a_sample_of_each(source, hazard):
         "import yaml\nyaml.safe_load(f)",
         "AutoModel.from_pretrained(n, trust_remote_code=False)",
         "import subprocess\nsubprocess.run([a, b])",
+        "options['trust_remote_code'] = False",
     ],
 )
 def test_the_walker_leaves_alone_what_is_safe(source):
